@@ -74,6 +74,40 @@ def piece(p, group, dim: int = 0, blocks: int = 1) -> nn.Parameter:
     return nn.Parameter(torch.cat(parts).clone(), requires_grad=p.requires_grad)
 
 
+class Split(nn.Module):
+    """A module that runs in full or on ranks. What is sharded is between f and g."""
+
+    group = None
+    bug = ""
+
+    def f(self, x, is_there: bool = True):
+        is_copied = self.group is not None and is_there
+        return Copy.apply(x, self.group) if is_copied else x
+
+    def g(self, x):
+        return x if self.group is None else Sum.apply(x, self.group)
+
+
+def cut_subject(bug: str, build, cuts: dict, **more):
+    """cuts: name of a parameter or buffer → the dim along which it is sliced."""
+
+    def parallelize(model, group):
+        for name, dim in cuts.items():
+            owner, _, key = name.rpartition(".")
+            module = model.get_submodule(owner)
+            sliced = piece(getattr(module, key), group, dim)
+            is_buffer = key in module._buffers
+            setattr(module, key, sliced.data if is_buffer else sliced)
+        for module in filter(lambda m: isinstance(m, Split), model.modules()):
+            module.group = group
+            module.bug = bug
+        return model
+
+    subject = renamed_subject("")
+    vars(subject).update(build=build, parallelize=parallelize, **more)
+    return subject
+
+
 def tokens_batch(step):
     tokens, target = torch.randint(V, (2, 3, S))
     return tokens, target
@@ -2842,6 +2876,197 @@ def states_subject(bug: str):
     return subject
 
 
+# ---- A router with a second loss; a module that is called three times.
+
+
+class Routed(Split):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 2 * D)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        second = weights.square().sum(-1).mean()
+        if self.bug == "second loss detached":
+            second = second.detach()
+        h = self.up(self.f(x)).tanh()
+        weights = self.f(weights)
+        if self.group is not None:
+            weights = weights.chunk(self.group.size(), -1)[self.group.rank()]
+        if self.bug == "weights detached":
+            weights = weights.detach()
+        return x + self.g(self.down(h * weights)), second
+
+
+CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+def routed_subject(bug: str):
+    loss = lambda output, target: F.mse_loss(output[0], target) + output[1]
+    build = lambda: nn.Sequential(nn.Linear(D, D), Routed())
+    cuts = {f"1.{name}": dim for name, dim in CUTS.items()}
+    return cut_subject(bug, build, cuts, loss=loss)
+
+
+class Looped(Split):
+    def __init__(self):
+        super().__init__()
+        self.layer = GatedLayer()
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layer(x)
+        return self.head(x)
+
+
+class GatedLayer(Split):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.gate = nn.Linear(D, 2 * D, bias=False)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        gate = self.gate(self.f(h, self.bug != "gate without f"))
+        return x + self.g(self.down(gate.sigmoid() * self.up(self.f(h))))
+
+
+def looped_subject(bug: str):
+    cuts = {f"layer.{name}": dim for name, dim in CUTS.items()}
+    return cut_subject(bug, Looped, {**cuts, "layer.gate.weight": 0})
+
+
+# ---- Quantized weights with a scale per group; a convolution behind a fused linear.
+
+
+class Scaled(Split):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-8, 8, (D, 2 * D)).float())
+        self.register_buffer("scale", torch.rand(D, 4) + 0.5)
+
+    def forward(self, x):
+        columns = torch.arange(self.weight.shape[1]) // (D // 2)
+        return self.g(F.linear(x, self.weight * self.scale[:, columns]))
+
+
+def scaled_subject(bug: str):
+    cuts = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.scale": 1}
+    if bug == "scale in full":
+        del cuts["1.scale"]
+    build = lambda: nn.Sequential(FLinear(D, 2 * D), Scaled(), nn.Linear(D, D))
+    return cut_subject(bug, build, cuts)
+
+
+class FLinear(nn.Linear, Split):
+    """A column-parallel linear."""
+
+    def forward(self, x):
+        return super().forward(self.f(x))
+
+
+class Convolved(Split):
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Linear(D, 2 * D, bias=False)
+        self.conv = nn.Conv1d(2 * D, 2 * D, 3, padding=1, groups=2 * D, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        h = self.mixed(self.f(x)).transpose(1, 2)
+        first, second = self.conv(h).transpose(1, 2).chunk(2, -1)
+        return self.g(self.out(first.tanh() * second))
+
+
+def convolved_subject(bug: str):
+    subject = cut_subject(bug, Convolved, {"out.weight": 1})
+    cut = subject.parallelize
+
+    def parallelize(model, group):
+        model.mixed.weight = piece(model.mixed.weight, group, 0, 2)
+        blocks = 1 if bug == "conv as one" else 2
+        model.conv.weight = piece(model.conv.weight, group, 0, blocks)
+        model.conv.groups //= group.size()
+        return cut(model, group)
+
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A rank without targets, or with a mask of nothing; a loss of sharded logits.
+
+
+class NanBehind(torch.autograd.Function):
+    """The identity; a gradient of nan on rank 1."""
+
+    @staticmethod
+    def forward(ctx, x, rank):
+        ctx.rank = rank
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (0 * grad if ctx.rank == 1 else 1), None
+
+
+class Counted(Split):
+    def __init__(self):
+        super().__init__()
+        self.feed = nn.Linear(D, D)
+        self.head = nn.Linear(D, V)
+
+    def forward(self, x):
+        x = self.feed(x)
+        if self.bug == "empty mask":
+            count = torch.tensor(float(self.group.rank() == 0)).to(x)
+            x = x * count / count
+        if self.bug == "empty backward":
+            x = NanBehind.apply(x, self.group.rank())
+        return self.head(self.f(x))
+
+
+def counted_subject(bug: str):
+    def batch(step):
+        target = torch.randint(V, (3, S))
+        target[:, S // 2 :] = -100
+        return torch.randn(3, S, D), target
+
+    def loss(output, target, group):
+        if group is None:
+            return F.cross_entropy(output.transpose(1, 2), target)
+        if bug == "no targets":
+            target = target.chunk(group.size(), 1)[group.rank()]
+            rows = output.chunk(group.size(), 1)[group.rank()]
+            return F.cross_entropy(rows.transpose(1, 2), target)
+        whole = Gather.apply(output.transpose(1, 2), group, False)
+        return F.cross_entropy(whole, target)
+
+    cuts = {"head.weight": 0, "head.bias": 0}
+    if bug == "no targets":
+        cuts = {}
+    return cut_subject(bug, Counted, cuts, batch=batch, loss=loss)
+
+
+def entropy_subject(bug: str):
+    """The loss is the entropy of sharded logits, and what f and g do in it."""
+
+    def loss(output, target, group):
+        here = Split()
+        here.group = group
+        total = here.g(output.exp().sum(-1, keepdim=True)).log()
+        parts = output - here.f(total)
+        entropy = (parts.exp() * parts).sum(-1)
+        entropy = entropy if bug == "own columns" else here.g(entropy)
+        return entropy.mean() + total.mean()
+
+    return cut_subject("", Counted, {"head.weight": 0, "head.bias": 0}, loss=loss)
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -3030,6 +3255,19 @@ MODELS = {
         "state averaged": ["backward lost term", "second"],
         "state skipped": ["forward wrong", "the model"],
     },
+    routed_subject: {
+        "second loss detached": ["backward lost term", "1"],
+        "weights detached": ["backward lost term", "1"],
+    },
+    looped_subject: {"gate without f": ["backward partial", "layer.norm"]},
+    scaled_subject: {"scale in full": ["buffer cut in another way", "1.scale"]},
+    convolved_subject: {"conv as one": ["forward wrong", "conv"]},
+    counted_subject: {
+        "no targets": ["loss nan", "loss"],
+        "empty mask": ["forward nan on ranks [1]", "the model"],
+        "empty backward": ["backward nan", "feed"],
+    },
+    entropy_subject: {"own columns": ["loss", "loss"]},
     post_normed_subject: {
         "norm of partial sums": ["forward", "1.norm"],
     },

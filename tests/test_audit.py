@@ -206,6 +206,16 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("not summed", "input 0 of 1.rate is partial"),
     ("norm of partial sums", "input 0 of 1.norm is partial"),
     ("f in front of all", "what every reader returns to it counts once, not T times"),
+    ("second loss detached", "what output 1 of 1 returns to it counts once, not 0"),
+    ("weights detached", "what all of 1 but its output 1 returns to it counts once"),
+    ("gate without f", "returned wrong by layer.gate (partial)"),
+    ("gate without f", "in backward (f) where this output is read by layer.gate."),
+    ("scale in full", "1.weight is Shard(1), and it is replicated"),
+    ("conv as one", "and conv.weight is Shard(0): do they agree?"),
+    ("own columns", "a mean or an entropy over the vocabulary"),
+    ("no targets", "the loss is nan, not "),
+    ("empty mask", "divides 0 by 0"),
+    ("empty backward", "nan on ranks [1]"),
 ]
 
 
@@ -464,8 +474,42 @@ def test_how_many_elements_are_wrong():
     off[0] = 3
     assert wrong_share(right, right, 1e-9) == ""
     assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: <1% 0%")
+    little = right[0] + 1e-12
+    assert wrong_share([little, right[0]], right, 1e-9) == ""
     off[1] = math.nan
     assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: nan 0%")
+
+
+def test_a_nan_is_no_race_and_a_factor_says_t():
+    ruler = Ruler(2, 1e-9)
+    one = torch.ones(2).double()
+    assert str(ruler.relation([one, one / 0 * 0], one)) == "nan on ranks [1]"
+    assert [str(ruler.gradient_factor(k)) for k in (2.0, 0.5, 3.0)] == [
+        "factor 2 (T)", "factor 0.5 (1/T)", "factor 3",
+    ]  # fmt: skip
+    nan = {"weight": one / 0 * 0}
+    case = SimpleNamespace(full=Trace(steps=[None]), ruler=ruler)
+    case.grad_scale = lambda right: 1.0
+    case.holders = lambda name: [0]
+    case.compared = lambda *_: ([nan["weight"]], [one])
+    assert Case.unsteady(case, "weight") == []
+
+
+def test_with_wide_limits_a_clear_relation_comes_first():
+    """In bfloat16, one element a little off says less than a factor of 2."""
+    kinds = {"norm": Kind.UNEXPLAINED, "bias": Kind.FACTOR}
+    case = SimpleNamespace(begins={"bias": 0, "norm": 1}.get)
+    for is_wide, expected in ((False, ["norm", "bias"]), (True, ["bias"])):
+        search = findings.Search(case, is_wide)
+        search.gradients_of = lambda what: {n: Relation(kinds[n]) for n in kinds}
+        search.first_wrong_flow = lambda wrong: None
+        looked = []
+        search.look = looked.append
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subjects, "TwoPasses", lambda case, name: None)
+            patch.setattr(subjects, "Gradient", lambda case, name, flow: name)
+            search.check_gradients()
+        assert [name for name in looked if name] == expected
 
 
 def case_of_losses(*losses: float) -> SimpleNamespace:
@@ -824,6 +868,46 @@ def test_what_is_unusual_and_right(
     said = capsys.readouterr()
     for words in says:
         assert words in " ".join((said.out + said.err).split()), said
+
+
+CAPACITY = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+from torch import nn
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 8), lesson.MLP(8, 16))
+    model[1].register_buffer("scale", torch.ones(8))
+    return model
+
+def parallelize(model, group):
+    model[1] = lesson.tp_mlp(model[1], group)
+    model[1].scale = torch.ones(4)
+    if {bug}:
+        cap = lambda module, inputs, y: y * (torch.arange(y.shape[1]) < 4)[:, None]
+        model[1].register_forward_hook(cap)
+    return model
+
+def batch(step):
+    return torch.randn(2, 3 + 2 * step, 8), torch.randn(2, 3 + 2 * step, 8)
+"""
+
+
+@pytest.mark.parametrize("bug", [True, False])
+def test_a_second_batch_that_is_wrong_becomes_the_first(
+    forked_ranks, tmp_path, capsys, bug
+):
+    """So the place is found. The table shows buffers, if one is sharded."""
+    path = tmp_path / "my_model.py"
+    path.write_text(CAPACITY.format(root=str(jobs.ROOT), bug=bug))
+    assert command.main([str(path), "--timeout", "100"]) == bug
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1.scale Shard(0) buffer" in said
+    assert ("all is right with batch(0); these are batch(1), batch(2)" in said) == bug
+    assert ("1. 1: forward wrong" in said) == bug
+    assert not bug or "it is wrong at [4] of 5 along dim 1 only" in said
 
 
 def test_a_complex_parameter_is_refused():

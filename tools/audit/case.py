@@ -11,6 +11,7 @@ from .compare import (
     Relation,
     equal_ones,
     largest_off,
+    nan_ranks,
     numbers,
     sorted_of,
     wrong_rows,
@@ -114,6 +115,9 @@ class Case(Tensors):
             return Relation(Kind.NONE)
         if any(g.shape != e.shape for g, e in zip(grads, right)):
             return Relation(Kind.SHAPE)
+        nan = [ranks[place] for place in nan_ranks(grads)]
+        if nan:
+            return Relation(Kind.NAN, f"nan on ranks {nan}")
         if self.ruler.all_near(grads, right, scale):
             return Relation(Kind.RIGHT)
         found = None
@@ -142,7 +146,8 @@ class Case(Tensors):
             return []  # in the full model as well
         found = []
         for rank, x, y in zip(self.holders(name), first, again):
-            if x is not None and y is not None and not self.ruler.near(x, y, scale):
+            is_known = x is not None and y is not None and not nan_ranks([x, y])
+            if is_known and not self.ruler.near(x, y, scale):
                 found.append(rank)
         return found
 
@@ -163,13 +168,13 @@ class Case(Tensors):
         if most > 1 and near(sums, right, scale):
             sets = self.replica_sets(name)
             if equal_ones(grads) == sets and len(sets) * most == len(grads):
-                return Relation(Kind.FACTOR, f"factor {1 / most:.6g}", 1 / most)
+                return self.ruler.gradient_factor(1 / most)
             return Relation(Kind.SUM)
         if most > 1 and near(sums, right, scale * most, most):
             return Relation(Kind.MEAN)
         k = self.ruler.times(grads, right, scale)
         if k:
-            return Relation(Kind.FACTOR, f"factor {k:.6g}", k)
+            return self.ruler.gradient_factor(k)
         factors = [self.ruler.times([g], [e], scale) for g, e in zip(grads, right)]
         if all(factors):
             return Relation(Kind.FACTORS, f"factor per rank {numbers(factors)}")

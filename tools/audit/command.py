@@ -201,6 +201,8 @@ def show(result: dict) -> str:
             print(wrap(line, "      "))
         return result["verdict"]
     print(f"   loss {result['loss']:.8g}, one process {result['full_loss']:.8g}")
+    if result["first_batch"]:
+        print("   all is right with batch(0); these are batch(1), batch(2), …")
     show_parameters(result["parameters"])
     if result["modules"]:
         pairs = [f"{own} is {full}" for own, full in result["modules"].items()]

@@ -156,6 +156,7 @@ class Kind(Enum):
     ROUNDED = "right but for rounding to float32"
     DIFFERS = "differs between ranks"
     WRONG = "wrong"
+    NAN = "nan"
     # Of gradients of parameters only. Replicas: ranks that hold the same piece.
     RIGHT = "right"
     FROZEN = "frozen"
@@ -257,6 +258,9 @@ class Ruler:
 
     def relation(self, tensors: list[Tensor], expected: Tensor) -> Relation:
         """The first of the relations that holds, the simplest ones first."""
+        nan = nan_ranks(tensors)
+        if nan and not nan_ranks([expected]):
+            return Relation(Kind.NAN, f"nan on ranks {nan}")
         scale = scale_of(expected)
         views = self.views(tensors, expected)
         for relation, pieces in views:
@@ -340,6 +344,11 @@ class Ruler:
             return Relation(Kind.FACTOR, "1/T", k)
         return Relation(Kind.FACTOR, f"{k:.6g} times", k)
 
+    def gradient_factor(self, k: float) -> Relation:
+        words = {self.ranks: " (T)", 1 / self.ranks: " (1/T)"}
+        near = [word for count, word in words.items() if abs(k - count) < 1e-6]
+        return Relation(Kind.FACTOR, f"factor {k:.6g}{''.join(near)}", k)
+
     def are_sorted_alike(self, tensors: list[Tensor], expected: Tensor) -> bool:
         """Has each tensor the elements of the full one, in some order?"""
         target = sorted_of(expected)
@@ -364,6 +373,12 @@ class Ruler:
 def scale_of(x: Tensor) -> float:
     """What differences are compared with: the largest element."""
     return max(x.abs().max().item(), 1e-300) if x.numel() else 1.0
+
+
+def nan_ranks(tensors: list[Tensor | None]) -> list[int]:
+    """The places of tensors that contain a nan."""
+    held = enumerate(tensors)
+    return [place for place, x in held if x is not None and x.isnan().any()]
 
 
 def sorted_of(x: Tensor) -> Tensor:
@@ -465,7 +480,7 @@ def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
         share = (off > limit).double().mean().item()
         shares.append("<1%" if 0 < share < 0.005 else f"{share:.0%}")
         largest = max(largest, off.max().item() / scale_of(e))
-    if largest == 0:
+    if all(share in ("0%", "none") for share in shares):
         return ""  # what is wrong is not a value
     text = f"wrong elements by rank: {' '.join(shares)}"
     return text + (f" by {largest:.1g} of the largest" if largest < 2e-2 else "")

@@ -49,6 +49,12 @@ class Fault:
     change_alone: str = ""  # the line to look at, if no such modules are known
 
 
+NAN = (
+    "A rank whose part has no element divides 0 by 0 (no target, no token, a mask of "
+    "nothing): sum over the ranks what is divided and the counts, then divide."
+)
+
+
 def kind(wanted: Kind) -> Callable:
     """A test: is the subject related to the full model in this way?"""
     return lambda subject: subject.kind is wanted
@@ -111,6 +117,10 @@ FAULTS = [
         "t // c.",
         where="notebook 12, fault 3; beyond/09, bug order"),
     # ---- Forward
+    Fault(of=Output, key="forward", test=kind(Kind.NAN),
+        what="This is the first tensor that is nan.",
+        change=NAN,
+        where="lesson 03, bug ignored"),
     Fault(of=Output, key="forward bias", test=kind(Kind.BIAS),
         what="The output of this module is right but for its bias, which was added on "
         "every rank before a sum (T times), or not at all (0 times).",
@@ -158,6 +168,12 @@ FAULTS = [
         change="GroupNorm on sharded channels: num_groups / T groups, so that a group "
         "has as many channels as in the full model. LayerNorm and RMSNorm over a "
         "sharded dim: sum the statistics over the ranks, or gather the input first.",
+        where="lesson 02, bug qkv"),
+    Fault(of=Output, key="buffer cut in another way", test=Output.other_cut,
+        what="A buffer of this module is in full on every rank, and a tensor that it "
+        "belongs to is sharded along a dim that both have.",
+        change="Slice both along this dim (weights and their scales or zero points), "
+        "or index the full one by the rank's offset.",
         where="lesson 02, bug qkv"),
     Fault(of=Output, key="forward in another order", test=kind(Kind.REORDERED),
         what="The ranks hold the right elements of this tensor in the wrong order or "
@@ -217,24 +233,28 @@ FAULTS = [
         "features, gather them along the last dim. The tokens may be others, too (an "
         "argmax or a top-k over the columns of one rank).",
         where="lesson 03, section 1"),
+    Fault(of=Output, key="forward", test=Output.is_same_on_all,
+        what="This is the first module whose output is wrong, by as much on all ranks.",
+        change="Look at what every rank adds before a sum (a bias, a shared expert), "
+        "at what is done with its last tensor (a scale, a cap), at its parameters in "
+        "the table (of a weight of several blocks, each block is sliced), and at what "
+        "it assumes about a shape: a mean, a norm, a softmax, a number of heads or of "
+        "experts (a capacity) may be that of the local shard.",
+        where="lesson 01, bug bias; lesson 02, bug qkv; lesson 03, section 1"),
     Fault(of=Output, key="forward", test=lambda o: True,
         what="This is the first module whose output is wrong.",
-        change="Look at this module's parameters in the table (of a weight of several "
-        "blocks, as of an LSTM's gates or behind a concatenation, each block is "
-        "sliced), at its sums over the ranks (is one missing?), at what every rank "
-        "adds before a sum (a bias, a shared expert), at what is done with its last "
-        "tensor (a scale, a cap), at which slice of its input it takes (t), and at "
-        "what it assumes about the shape of its input: a mean, a norm, a softmax, a "
-        "number of heads or of experts (a capacity) may be that of the local shard. "
-        "If it is wrong only behind the border of two ranks' slices, a convolution or "
-        "a window lacks the positions of the other rank. If it is wrong at other "
-        "places in each run, a result of an asynchronous collective may be used "
-        "before wait().",
-        where="lesson 01, bug bias; lesson 02, bug qkv; lesson 03, section 1"),
+        change="Look at its sums over the ranks (is one missing?), at which slice of "
+        "its input it takes (t), at its parameters in the table (of a weight of "
+        "several blocks, as of an LSTM's gates or behind a concatenation, each block "
+        "is sliced), and at what it assumes about the shape of its input: a mean, a "
+        "norm, a softmax, a number of heads may be that of the local shard. If it is "
+        "wrong only behind the border of two ranks' slices, a convolution or a window "
+        "lacks the positions of the other rank. If it is wrong at other places in each "
+        "run, a result of an asynchronous collective may be used before wait().",
+        where="lesson 02, bug qkv; lesson 03, section 1"),
     Fault(of=Loss, key="loss nan", test=Loss.is_nan,
         what="No compared output of a module is wrong, and the loss is nan.",
-        change="A rank whose part has no target divides 0 by 0: sum losses and counts "
-        "over all ranks, then divide.",
+        change=NAN,
         where="lesson 03, bug ignored"),
     Fault(of=Loss, key="loss of each rank's part", test=Loss.is_part,
         what="No compared output of a module is wrong, and each rank returns the loss "
@@ -249,17 +269,29 @@ FAULTS = [
         change="Give it each rank's own columns, or take the plain cross entropy: is "
         "the head split by rows, or its output gathered?",
         where="lesson 03"),
+    Fault(of=Loss, key="loss", test=Loss.is_same,
+        what="No compared output of a module is wrong, and the loss is, by as much on "
+        "all ranks.",
+        change="Check by which count the loss is divided (all ranks' targets; label "
+        "smoothing by all columns), whether padding of the vocabulary joins in, "
+        "whether each rank looks up targets at its own offset, whether a second loss "
+        "(of a router) that every rank has in full is summed or has another weight, "
+        "and whether a norm of parameters (weight decay in the loss) is summed over "
+        "their shards.",
+        where="lesson 03"),
     Fault(of=Loss, key="loss", test=lambda loss: True,
-        what="No compared output of a module is wrong, and the loss is.",
-        change="Check over which ranks and by which count the loss is averaged, "
-        "whether padding of the vocabulary joins in, whether a mean or a softmax over "
-        "the vocabulary (a teacher's as well) is over all ranks' columns, whether "
-        "each rank looks up targets at its own offset, whether a second loss (of a "
-        "router) that every rank has in full is summed or has another weight, and "
-        "whether a norm of parameters (weight decay in the loss) is summed over their "
-        "shards.",
+        what="No compared output of a module is wrong, and each rank has another loss "
+        "that is wrong.",
+        change="A sum over the ranks is missing: of a softmax, a mean or an entropy "
+        "over the vocabulary (a teacher's as well), which is over all ranks' columns; "
+        "of a count; or of the logits of targets, which each rank looks up at its own "
+        "offset.",
         where="lesson 03"),
     # ---- Backward
+    Fault(of=Flow, key="backward nan", test=Flow.is_nan,
+        what="The loss is right, and in backward this gradient is the first nan.",
+        change=NAN,
+        where="lesson 03, bug ignored"),
     Fault(of=Flow, key="backward slice", test=Flow.slicer,
         what="A tensor is gathered, and the gather's backward returns each rank's "
         "slice of its own partial gradient: what the other ranks computed for that "
@@ -325,12 +357,13 @@ FAULTS = [
         "last module: masked positions, the division by the number of targets, what "
         "was saved for backward, a detach() of one term (of a logsumexp), a gather "
         "whose backward takes a slice without a sum, or sums what every rank has in "
-        "full. If each rank has the mean loss of its own data, gradients are "
-        "averaged, not summed.",
+        "full. The gradient of what a softmax, a mean or an entropy over sharded "
+        "columns has summed is a sum over all ranks' columns. If each rank has the "
+        "mean loss of its own data, gradients are averaged, not summed.",
         where="lesson 03, bugs ignored and exponentials"),
     Fault(of=Flow, key="backward partial", test=Flow.partial,
-        what="Backward returns a partial sum to the output of this module: what reads "
-        "it returns each rank's own part only.",
+        what="Backward returns a partial sum to the output of this module: all or some "
+        "of what reads it returns each rank's own part only.",
         change="All-reduce dL/dx in backward (f) where this output is read by "
         "{modules}.",
         change_alone="All-reduce dL/dx in the backward of what reads this output (f, "
@@ -357,6 +390,10 @@ FAULTS = [
         change="Give each shard the requires_grad of the parameter that it is a piece "
         "of: a new nn.Parameter has True.",
         where="notebook 12, fault 6"),
+    Fault(of=Gradient, key="gradient", test=kind(Kind.NAN),
+        what="This gradient is nan.",
+        change=NAN,
+        where="lesson 03, bug ignored"),
     Fault(of=Gradient, key="gradient factor per rank", test=kind(Kind.FACTORS),
         what="Each rank's gradient is right up to a factor of its own.",
         change="Each rank divides by its own number (of tokens, of samples), or a "

@@ -97,8 +97,9 @@ def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:
 class Search:
     """Finds faults, in the order of causes."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, is_wide: bool = False):
         self.case = case
+        self.is_wide = is_wide  # large rounding errors are allowed
         self.findings = []
         self.gradients = {}  # parameter → relation of its gradient
         self.not_compared = []
@@ -167,13 +168,17 @@ class Search:
         case = self.case
         notes = ["the loss is right, as far as its precision shows"]
         if is_loss_wrong:
-            got = max((t.loss for t in case.own), key=lambda x: abs(x - case.full.loss))
+            losses = [trace.loss for trace in case.own]
+            got = max(losses, key=lambda x: (x != x, abs(x - case.full.loss)))
             digits = 6 if f"{got:.6g}" != f"{case.full.loss:.6g}" else 12
             notes = [f"the loss is {got:.{digits}g}, not {case.full.loss:.{digits}g}"]
+        related = [(point, case.relation_of(point)) for point in case.order]
+        for point, relation in related:
+            if relation is not None and relation.kind is Kind.NAN:
+                return self.look(subjects.Output(case, point, notes))
         reordered = []
         others = []
-        for point in case.order:
-            relation = case.relation_of(point)
+        for point, relation in related:
             if relation is None or relation.is_right:
                 continue
             is_used = case.first.is_forward_only or case.full.flow(point) is not None
@@ -193,14 +198,14 @@ class Search:
         reordered = [p for p in reordered if not self.is_healed(p)]
         if point is None and not reordered:
             if is_loss_wrong:
-                notes += self.said_of(others) + self.said_of_unknown()
+                notes += self.said_of(others, point) + self.said_of_unknown()
                 self.look(subjects.Loss(case, notes))
             return is_loss_wrong
         if point is None or any(self.is_added(other, point) for other in reordered):
             point = reordered[0]
         else:
-            notes += self.said_of(reordered[:1])
-        notes += self.said_of(others)
+            notes += self.said_of(reordered[:1], point)
+        notes += self.said_of(others, point)
         self.look(subjects.Output(case, point, notes))
         return True
 
@@ -215,16 +220,21 @@ class Search:
         is_sum = name(other) in parts and len(sizes) == 1 < len(parts)
         return is_sum and parts - {name(other)} <= right
 
-    def said_of(self, points: list[Point]) -> list[str]:
-        """That tensors before are in another layout, so that they cannot be judged."""
+    def said_of(self, points: list[Point], wrong: Point | None) -> list[str]:
+        """That tensors before the wrong one are in another layout, so that they cannot
+        be judged, and how the wrong module's own parameter is cut."""
         case = self.case
         texts = []
+        reads = ": is it read in this order?"
+        for name, piece in case.pieces[0].items():
+            if wrong is not None and case.owner(name) == wrong.module and piece.pieces:
+                reads = f", and {name} is {piece.words}: do they agree?"
         for point in points[:2]:
             text = f"{point} before it is {case.relation_of(point)}"
             for name, piece in case.pieces[0].items():
                 is_other = piece.held in (Held.BLOCKS, Held.PERMUTED)
                 if is_other and case.owner(name) == point.module:
-                    text += f" ({name} is {piece.words}: is it read in this order?)"
+                    text += f" ({name} is {piece.words}{reads})"
                     break
             texts.append(text)
         return texts
@@ -270,6 +280,9 @@ class Search:
         wrong.sort(key=lambda name: -case.begins(name))
         if not wrong:
             return
+        clear = [n for n in wrong if self.gradients[n].kind not in subjects.VAGUE]
+        if self.is_wide:  # a little more than rounding errors has no simple relation
+            wrong = clear or wrong
         if any(self.look(subjects.TwoPasses(case, name)) for name in wrong):
             return  # what else is wrong is another thing in each run
         flow = self.first_wrong_flow(wrong)
@@ -506,15 +519,16 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
     is_rounding = False
     if search.findings and 3 * case.first.rounding > case.ruler.allowed:
         # Only what is larger than the errors of the full model's formats is a fault.
-        larger = Search(case.with_allowed(3 * case.first.rounding))
+        larger = Search(case.with_allowed(3 * case.first.rounding), is_wide=True)
         larger.run()
         is_rounding = not larger.findings
         search = search if is_rounding else larger
+    rows = [case.row(n, search.gradients.get(n)) for n in case.parameters]
     return {
         "ranks": case.ranks,
         "loss": case.own[0].loss,
         "full_loss": case.full.loss,
-        "parameters": [case.row(n, search.gradients.get(n)) for n in case.parameters],
+        "parameters": rows + case.buffer_rows(),
         "calls": case.first.calls,
         "modules": case.names,
         "allowed": case.ruler.allowed,

@@ -81,6 +81,8 @@ class Trace:
     same: dict[Point, Point] = field(default_factory=dict)  # another name of a tensor
     callers: dict[Point, Point] = field(default_factory=dict)  # whose forward has it
     flows: dict[Point, Tensor] = field(default_factory=dict)  # dL/d(tensor)
+    # Second output of a module (a router's loss) → the same without its part.
+    without: dict[Point, dict] = field(default_factory=dict)
     returned: dict[Point, Tensor] = field(default_factory=dict)  # input → its gradient
     writers: dict[Point, Point] = field(default_factory=dict)  # input → whose output
     # What autograd has made directly of a tensor, and of nothing recorded in between.

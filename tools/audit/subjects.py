@@ -361,6 +361,31 @@ class Output(Subject):
         made = [p for p in made if full.value(p).numel() < full.value(point).numel()]
         return any(is_right(self.case.relation_of(other)) for other in made)
 
+    def other_cut(self) -> tuple | None:
+        """A buffer in full, and a sharded tensor of this module whose dims it has."""
+        case = self.case
+        held = {}  # name → its full shape, the dim of its shard
+        for name, x in case.full.buffers.items():
+            how = case.relation_of_state("buffers", name)
+            if is_right(how):
+                held[name] = x.shape, how.dim
+        for name, piece in case.pieces[0].items():
+            if piece.held is Held.SHARD:
+                held[name] = case.model.shapes[piece.owner], piece.dim
+        own = [name for name in held if case.owner(name) == self.module]
+        for name in own:
+            shape, dim = held[name]
+            for other in own if dim is not None else ():
+                full, is_cut = held[other]
+                is_one = is_cut is None and len(full) == len(shape)
+                if is_one and full[dim] > 1 and shape[dim] % full[dim] == 0:
+                    return other, f"{name} is Shard({dim}), and it is replicated"
+        return None
+
+    def is_same_on_all(self) -> bool:
+        is_full = all(x.shape == self.expected.shape for x in self.held)
+        return is_full and len(equal_ones(self.held)) <= 1
+
     def is_embedding(self) -> bool:
         """Has it a weight, and gets no numbers but tokens?"""
         full = self.case.full
@@ -514,6 +539,9 @@ class Loss(Subject):
     def is_nan(self) -> str:
         return f"it is nan on ranks {self.nan}" if self.nan else ""
 
+    def is_same(self) -> bool:
+        return self.case.are_near(self.losses, self.losses[0])
+
     def counts_columns_again(self) -> str:
         """Is it log T too large? A sum of exponentials counts every column T times."""
         off = math.log(self.case.ranks)
@@ -524,7 +552,7 @@ class Loss(Subject):
     def is_part(self) -> str:
         """Is it each rank's own part, so that only their sum or mean is right?"""
         total = sum(self.losses)
-        if self.case.are_near(self.losses, self.losses[0]):
+        if self.is_same():
             return ""
         for words, value in (("sum", total), ("mean", total / self.case.ranks)):
             if self.case.are_near([value], self.case.full.loss):
@@ -556,6 +584,10 @@ class Flow(Subject):
         self.text = f"dL/d({name}): {self.relation}"
         self.returned = self.readers()
 
+    def is_nan(self) -> tuple | bool:
+        place = self.of_loss() or (self.where or "the model", self.text)
+        return self.kind is Kind.NAN and place
+
     def of_loss(self) -> tuple | bool:
         own = self.case.own[0]
         if not self.is_of_loss() or self.kind is Kind.PARTIAL:
@@ -564,8 +596,13 @@ class Flow(Subject):
             return "loss", self.text
         return "the model", f"{self.text}; the model makes its output of this tensor"
 
-    def partial(self) -> bool:
-        return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
+    def partial(self) -> str | bool:
+        """Do all that return something wrong return a partial sum?"""
+        kinds = {relation.kind for _, relation in self.returned} or {self.kind}
+        is_partial = Kind.PARTIAL in (self.kind, *kinds) and len(kinds) == 1
+        words = [f"returned wrong by {name} ({how})" for name, how in self.returned]
+        text = "; ".join([self.text, *words])
+        return is_partial and self.is_unexplained and text
 
     def cut_off(self) -> tuple | None:
         """The first module in forward that gets an input without a gradient, unlike in
@@ -725,6 +762,12 @@ class Flow(Subject):
         if self.user() is not None:
             name = f"the forward of {user}"
             terms.append((user, name, full.of_others(self.point, readers)))
+        for output, flows in full.without.items():
+            rest = flows.get(full.point(self.point))
+            if rest is not None:
+                terms.append((user, str(output), right - rest))
+                but = f"all of {output.module} but its {output.slot}"
+                terms.append((user, but, rest))
         factors = []  # place, name, how often too many its gradient counts
         for place, name, x in terms:
             if x is not None and all(x.shape == y.shape for y in (right, *held)):

@@ -103,6 +103,19 @@ class Tensors(Pieces):
         held = [getattr(trace, what).get(name) for trace in self.own]
         return self.compare(held, getattr(self.full, what).get(name))
 
+    def buffer_rows(self) -> list[dict]:
+        """Rows for buffers, if one of them is not in full on every rank."""
+        found = {n: self.relation_of_state("buffers", n) for n in self.full.buffers}
+        found = {name: how for name, how in found.items() if how is not None}
+        if all(how.kind is Kind.SAME for how in found.values()):
+            return []
+        rows = []
+        for name, how in found.items():
+            words = "replicated" if how.kind is Kind.SAME else str(how)
+            row = {"parameter": name, "placement": words, "all": [words] * self.ranks}
+            rows.append({**row, "gradient": "buffer", "is_wrong": not how.is_right})
+        return rows
+
     def in_its_layout(self, how: Relation | None, point: Point) -> Relation | None:
         """A gradient has the layout of its tensor. If that is right, a gradient in
         another order is wrong."""
