@@ -1341,10 +1341,11 @@ def show_training(report: Report, runs: dict[str, TrainingRun], args) -> None:
     """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
-    report.section("Losses; and after training, norms, parameters and replicas")
+    title = "Losses, gradient norms per step; after training, parameters and replicas"
+    report.section(title)
     allowed = ALLOWED[args.dtype]
     report.compare("losses", values_of(runs, "losses"), ALLOWED_LOSS[args.dtype])
-    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    # A wrong factor in all gradients hardly changes AdamW's losses, but the norms.
     report.compare("norms", values_of(runs, "norms"), allowed, brief=True)
     parameters = values_of(runs, "parameters")
     in_one_row = lambda name: "all parameters"
