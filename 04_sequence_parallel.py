@@ -573,8 +573,10 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     """What a layer saves for backward, without and with recomputation."""
     A = args.batch_size * args.heads * args.seq_len**2
     c = 2 if args.device == "cpu" else 4  # a GPU has mean and 1/σ in float32
-    title = "in one process, under TP, under TP + SP: bytes saved, calls in backward"
-    report.section(f"One layer {title}")
+    report.section(
+        "One layer in one process, under TP, under TP + SP: bytes saved, calls in "
+        "backward"
+    )
     terms = []
     for name, formula in SAVED_BY_A_LAYER.items():
         terms.append(f"{formula.partition('/')[0]} ({name})")
@@ -611,7 +613,7 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     for run, (saved, _) in measured.items():
         share[run] = f"{saved / measured['without TP'][0]:.0%}"
     report.say(
-        f"TP saves {share['TP']} of one process's bytes, TP + SP {share['TP + SP']}; "
+        f"Compared with one process: TP {share['TP']}, TP + SP {share['TP + SP']}; "
         f"if all is recomputed, {share['TP, full']} and {share['TP + SP, full']}."
     )
 

@@ -214,7 +214,7 @@ def test_the_table_of_saved_bytes(run):
     saved = {run: number(row["saved"]) for run, row in rows.items()}
     of = {run: f"{saved[run] / saved['without TP']:.0%}" for run in saved}
     text = f"if all is recomputed, {of['TP, full']} and {of['TP + SP, full']}."
-    assert f"TP + SP {of['TP + SP']}; {text}" in printed
+    assert f": TP {of['TP']}, TP + SP {of['TP + SP']}; {text}" in printed
     whole = saved["without TP"] / run[1]
     if "--save-gathered" in run:
         assert saved["TP"] > saved["TP + SP"] == saved["DTensor"] > whole
