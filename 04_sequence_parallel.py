@@ -299,7 +299,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     """
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
-    norm = parallel.SequenceParallel()
+    layernorm = parallel.SequenceParallel()
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
@@ -316,17 +316,17 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     head = parallel.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     return {
         "embed_tokens": embedding,
-        "layers.*.input_layernorm": norm,
+        "layers.*.input_layernorm": layernorm,
         "layers.*.self_attn": gather_by_keyword,
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
         "layers.*.self_attn.v_proj": column,
         "layers.*.self_attn.o_proj": row,
-        "layers.*.post_attention_layernorm": norm,
+        "layers.*.post_attention_layernorm": layernorm,
         "layers.*.mlp": gather,
         "layers.*.mlp.up_proj": column,
         "layers.*.mlp.down_proj": row,
-        "norm": norm,
+        "norm": layernorm,
         "lm_head": head,
     }
 
@@ -435,7 +435,7 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> Non
 def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
     """Gradients of two replicated parameters before and after they are summed."""
     layer = f"layers.{args.layers - 1}"
-    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
+    report.section(f"Two gradients of {layer} before and after the sum: 3 elements")
     if "TP + SP" not in runs:  # it raised an error
         return
     model = sp_transformer(full, tp_group, args.save_gathered)
@@ -444,19 +444,19 @@ def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
     sharded_loss(model(batch[0]), batch[1], tp_group, args.vocab_size).backward()
 
     names = [f"{layer}.input_layernorm.weight", f"{layer}.self_attn.o_proj.bias"]
-    complete = runs["without TP"].gradients
-    names = [name for name in names if name in complete]  # your edit may remove one
+    full_gradients = runs["without TP"].gradients
+    names = [name for name in names if name in full_gradients]  # not if edited out
     before = {name: model.get_parameter(name).grad for name in names}
     for name in names:
-        # If all ranks had the complete gradient, a sum would make it T times that.
-        is_complete = rel_diff(before[name], complete[name]) < 1e-3
-        is_complete = args.ranks > 1 and all(of_all_ranks(is_complete, tp_group))
-        text = "all ranks have the complete gradient"
-        report.check(f"partial: {name} before the sum", float(is_complete), text=text)
+        is_full = rel_diff(before[name], full_gradients[name]) < 1e-3  # on this rank
+        # If it were full on all of several ranks, their sum would be T times too large.
+        is_wrong = args.ranks > 1 and all(of_all_ranks(is_full, tp_group))
+        text = "all ranks have the full gradient"
+        report.check(f"partial: {name} before the sum", float(is_wrong), text=text)
 
-    first = args.seq_len // args.ranks * tp_group.rank()
-    last = args.seq_len // args.ranks + first - 1
-    label = {"": f"rank {tp_group.rank()}", "positions": f"{first} to {last}"}
+    positions = shard(torch.arange(args.seq_len), 0, tp_group)  # of this rank
+    label = {"": f"rank {tp_group.rank()}"}
+    label["positions"] = f"{positions[0]} to {positions[-1]}"
     rows = of_all_ranks(label | first_numbers(before, names), tp_group)
     for run in ("TP + SP", "without TP"):  # summed over ranks, and the reference
         label = {"": run, "positions": "all"}
@@ -464,7 +464,7 @@ def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
     report.table(rows)
     diffs = [report.checks[f"gradients: {name}, TP + SP"]["diff"] for name in names]
     if args.ranks > 1 and max(diffs, default=1.0) < 1e-3:
-        report.say("Each rank has the part of its positions; only a sum is full.")
+        report.say("A rank has the gradient of its positions; the sum is the full one.")
 
 
 def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
@@ -488,7 +488,7 @@ def show_communication_sp(report: Report, args) -> None:
     # gradients stay Partial(): DTensor sums them at each use, first in float64, for its
     # norm. (It adds the biases of o_proj and down_proj to all positions, so their
     # gradients are complete.)
-    norm = 2 * n + 1, f"2·(2·L + 1)·8·D + {norm_bytes('p')}"
+    clipping = 2 * n + 1, f"2·(2·L + 1)·8·D + {norm_bytes('p')}"
     formulas = {
         ("TP", "forward", "all-reduce", "tp"): inputs,
         ("TP", "backward", "all-reduce", "tp"): inputs,
@@ -507,7 +507,7 @@ def show_communication_sp(report: Report, args) -> None:
         ("DTensor", "backward", "all-gather", "tp"): inputs,
         ("DTensor", "backward", "reduce-scatter", "tp"): inputs,
         ("DTensor", "loss", "all-reduce", "tp"): (3, "3·B·S·e"),
-        ("DTensor", "clipping", "all-reduce", "tp"): norm,
+        ("DTensor", "clipping", "all-reduce", "tp"): clipping,
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         ("DTensor", "update", "all-reduce", "tp"): (6 * n, "3·2·(2·L + 1)·D·e"),
     }
@@ -518,37 +518,36 @@ def show_communication_sp(report: Report, args) -> None:
 
 
 def show_rounds(report: Report, args) -> None:
-    """Bytes that a rank of a ring sends forward and backward, in rounds per input."""
-    # A gather or a reduce-scatter is one round of the ring, an all-reduce two.
+    """Bytes that a rank of a ring sends forward and backward: TP + SP against TP."""
+    # A gather or a reduce-scatter is one round of the ring, an all-reduce two. Per
+    # gathered input TP makes 4 rounds, and TP + SP 5, or 4 with --save-gathered.
     sent = {"TP": 0, "TP + SP": 0}
     for (run, phase, collective, _), payloads in METER.calls.items():
         if run in sent and phase in ("forward", "backward"):
             sent[run] += ring(collective, sum(payloads), args.ranks) // args.steps
     if sent["TP"] and not {"TP", "TP + SP"} & set(report.raised):
-        how = "saved gathered" if args.save_gathered else "gathered again"
-        report.say(
-            f"A rank of a ring sends, forward and backward, {sent['TP']:,} bytes under "
-            f"TP (4 rounds per input), {sent['TP + SP']:,} under TP + SP (inputs are "
-            f"{how}), {sent['TP + SP'] / sent['TP']:.2f} times as many."
-        )
+        how = "saves gathered inputs" if args.save_gathered else "gathers inputs again"
+        text = f"{sent['TP + SP'] / sent['TP']:.2f} times TP's bytes: it {how}."
+        report.say(f"Forward and backward, TP + SP sends {text}")
 
 
 # ---- What a layer saves for backward
 
-# In bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1 and 4.2). X = B·S·D, A = B·N·S·S; c:
-# bytes of a mean or of 1/σ. T: split by heads or columns; R: by positions, T under SP,
-# otherwise 1; G: as R, but 1 if outputs of LayerNorms are saved gathered.
+# In bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1 and 4.2). X = B·S·D elements of the
+# layer's input, A = B·N·S·S attention weights, c bytes of a mean or of 1/σ. T divides
+# what is split by heads or columns, R what is split by positions (R = T under SP, 1
+# otherwise). G is as R, but 1 if outputs of LayerNorms are saved gathered.
 SAVED_BY_A_LAYER = {
     "LayerNorms' inputs": "4·X/R",
-    "outputs": "4·X/G",  # inputs of q, k, v and of up_proj
-    "output masks": "2·X/R",
+    "their outputs": "4·X/G",  # inputs of q, k, v and of up_proj
+    "dropout masks": "2·X/R",  # of the two blocks' outputs
     "q, k, v": "6·X/T",
     "input of o_proj": "2·X/T",
     "of GELU": "8·X/T",
     "of down_proj": "8·X/T",
     "softmax": "2·A/T",
     "its mask": "A/T",
-    "softmax after dropout": "2·A/T",
+    "after dropout": "2·A/T",
     "mean, 1/σ": "4·B·S·c/R",  # not in the paper
 }
 SAVED_IN_TOTAL = {
@@ -575,13 +574,17 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     A = args.batch_size * args.heads * args.seq_len**2
     c = 2 if args.device == "cpu" else 4  # a GPU has mean and 1/σ in float32
     report.section(
-        "Bytes saved by a layer, in bfloat16, and calls of its backward; "
-        f"A = B·N·S·S, c = {c}"
+        "One layer in one process, under TP, under TP + SP: bytes saved, calls in "
+        "backward"
     )
     terms = []
     for name, formula in SAVED_BY_A_LAYER.items():
         terms.append(f"{formula.partition('/')[0]} ({name})")
-    report.say(f"{SAVED_IN_TOTAL['without TP']} = {' + '.join(terms)}")
+    report.say(
+        f"In bfloat16. X = B·S·D = {report.size['X']:,} elements, A = B·N·S·S = {A:,} "
+        f"attention weights, c = {c} bytes. {SAVED_IN_TOTAL['without TP']} = "
+        f"{' + '.join(terms)}"
+    )
     measured = measure_layers(report, tp_group, args)
     formulas = SAVED_IN_TOTAL | SAVED_WITH_RECOMPUTATION
     calls = dict(CALLS_IN_BACKWARD)
@@ -610,8 +613,8 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     for run, (saved, _) in measured.items():
         share[run] = f"{saved / measured['without TP'][0]:.0%}"
     report.say(
-        f"Compared with one process: {share['TP']} under TP, {share['TP + SP']} "
-        f"under TP + SP, {share['TP + SP, full']} if all is recomputed."
+        f"Compared with one process: TP {share['TP']}, TP + SP {share['TP + SP']}; "
+        f"if all is recomputed, {share['TP, full']} and {share['TP + SP, full']}."
     )
 
 
@@ -679,9 +682,11 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
+    lengths = sorted({1, max(1, S - 1), 2 * S + 1})
+    text = f"S = {', '.join(map(str, lengths))}, padded for SP; float64, no dropout"
+    report.section(f"Losses and gradients for {text}")
     with report.run("padded lengths"):
-        for length in sorted({1, max(1, S - 1), 2 * S + 1}):
+        for length in lengths:
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(*batch, args.ranks)
@@ -1341,10 +1346,11 @@ def show_training(report: Report, runs: dict[str, TrainingRun], args) -> None:
     """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
-    report.section("Losses; and after training, norms, parameters and replicas")
+    title = "Losses, gradient norms per step; after training, parameters and replicas"
+    report.section(title)
     allowed = ALLOWED[args.dtype]
     report.compare("losses", values_of(runs, "losses"), ALLOWED_LOSS[args.dtype])
-    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    # A wrong factor in all gradients hardly changes AdamW's losses, but the norms.
     report.compare("norms", values_of(runs, "norms"), allowed, brief=True)
     parameters = values_of(runs, "parameters")
     in_one_row = lambda name: "all parameters"
@@ -1472,31 +1478,32 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
         # IGNORE is in no rank's range, so all ranks add 0 for it.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
-        # Σ q·(x − m): with q = onehot(target) it is x − m at the target.
-        q_x_BS = x_BSv.gather(-1, column_BS[..., None])[..., 0].where(is_local_BS, 0)
-        if smoothing:  # every token counts; padding (−∞) is left out
-            q_x_BS *= 1 - smoothing
-            q_x_BS += smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
-        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)
-        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
-        counts_BS = target_BS != ignore  # does this position have a target?
-        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v)
+        # This rank's part of Σ q·(x − m); for q = onehot(target): x − m at the target.
+        partial_qx_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
+        partial_qx_BS.masked_fill_(~is_local_BS, 0)
         ctx.smoothing = smoothing
         ctx.smooth_target = smoothing / vocab_size  # ε/V, for every token
+        if smoothing:  # every token counts; padding (−∞) is left out
+            partial_qx_BS *= 1 - smoothing
+            partial_qx_BS += ctx.smooth_target * x_BSv.masked_fill(padding_v, 0).sum(-1)
+        loss_BS = sum_BS.log() - all_reduce(partial_qx_BS, tp_group)
+        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
+        valid_BS = target_BS != ignore  # True where a position has a target
+        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, valid_BS, padding_v)
         ctx.dtype = logits_BSv.dtype
-        return loss_BS.where(counts_BS, 0)
+        return loss_BS.where(valid_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
         # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
         # the same loss, and softmax − q needs this rank's columns only.
-        softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v = ctx.saved_tensors
+        softmax_BSv, column_BS, is_local_BS, valid_BS, padding_v = ctx.saved_tensors
         grad_BSv = (softmax_BSv - ctx.smooth_target).masked_fill(padding_v, 0)
         extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
         grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
-        grad_BSv = grad_BSv.where(counts_BS.unsqueeze(-1), 0)
+        grad_BSv = grad_BSv.where(valid_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 

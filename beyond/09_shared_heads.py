@@ -339,7 +339,7 @@ def show_heads(report, full, model: lesson02.Transformer, groups) -> None:
 
 def show_training(report: lesson00.Report, runs: dict, args) -> None:
     """Losses, gradient norms before clipping, and the parameters after training."""
-    report.section("Losses; and after training, norms and parameters")
+    report.section("Losses, gradient norms per step; after training, parameters")
     allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
     report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])

@@ -452,7 +452,8 @@ def show_training_cp(report, runs: dict, args, cp_group) -> None:
         report.agree(f"outputs: {first}, {name}", got, expected, of_loss)
     allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
-    report.section("Losses; and after training, norms, parameters and replicas")
+    title = "Losses, gradient norms per step; after training, parameters and replicas"
+    report.section(title)
     report.compare("losses", values("losses"), of_loss)
     report.compare("norms", values("norms"), allowed, brief=True)
     report.compare("parameters", values("parameters"), allowed, brief=True)

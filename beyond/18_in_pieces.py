@@ -384,7 +384,8 @@ def show_training(report: lesson00.Report, runs: dict, args) -> None:
     """Losses, norms before clipping, parameters after training; gradients of step 1."""
     allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
-    report.section("[products] Losses; after training, norms and parameters")
+    title = "Losses, gradient norms per step; after training, parameters"
+    report.section(f"[products] {title}")
     report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", values("norms"), allowed, brief=True)

@@ -4,7 +4,7 @@ BUGS = {
     "ignored": dict(
         what="the gradient rows of ignored positions are not set to zero",
         old="""\
-        grad_BSv = grad_BSv.where(counts_BS.unsqueeze(-1), 0)
+        grad_BSv = grad_BSv.where(valid_BS.unsqueeze(-1), 0)
 """,
         new="",
         symptom="the loss of step 1 is correct, because an ignored position has loss "

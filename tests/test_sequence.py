@@ -170,7 +170,9 @@ def test_every_gradient_and_parameter_is_compared(run):
 @over(RUNS)
 def test_parts_of_replicated_gradients(run):
     """Each rank's numbers before they are added differ; the sum is the reference's."""
-    *parts, total, alone = rows_with(jobs.result(*run).data, "positions")
+    done = jobs.result(*run)
+    assert (CONCLUSION in done.out) is (run[1] > 1)
+    *parts, total, alone = rows_with(done.data, "positions")
     assert len(parts) == run[1]
     for name in ("input_layernorm.weight", "self_attn.o_proj.bias"):
         shares, summed, wanted = (
@@ -199,11 +201,20 @@ def test_hugging_face(run):
 
 @over([(SEQUENCE, 2), (SEQUENCE, 4), (SEQUENCE, 2, *ODD)])
 def test_the_table_of_saved_bytes(run):
-    """The paper's formulas, and with sequence parallelism 1/T of one process."""
-    rows = {row["run"]: row for row in rows_with(jobs.result(*run).data, "saved")}
+    """The paper's formulas, and with sequence parallelism 1/T of one process. Its
+    letters have values, and the last sentence names both kinds of recomputation."""
+    done = jobs.result(*run)
+    B, S, D, N, X = (done.data["size"][letter] for letter in "BSDNX")
+    printed = re.sub(r"\s+", " ", done.out)
+    letters = f"X = B·S·D = {B * S * D:,} elements, A = B·N·S·S = {B * N * S * S:,} "
+    assert X == B * S * D and f"{letters}attention weights, c = 2 bytes." in printed
+    rows = {row["run"]: row for row in rows_with(done.data, "saved")}
     assert len(rows) == 8 and {row["ok"] for row in rows.values()} == {"ok"}
     assert rows["without TP"]["formula"].startswith("34·X + 5·A")
     saved = {run: number(row["saved"]) for run, row in rows.items()}
+    of = {run: f"{saved[run] / saved['without TP']:.0%}" for run in saved}
+    text = f"if all is recomputed, {of['TP, full']} and {of['TP + SP, full']}."
+    assert f": TP {of['TP']}, TP + SP {of['TP + SP']}; {text}" in printed
     whole = saved["without TP"] / run[1]
     if "--save-gathered" in run:
         assert saved["TP"] > saved["TP + SP"] == saved["DTensor"] > whole
@@ -231,6 +242,9 @@ Q_NORM = [
      "        self.q_norm = nn.RMSNorm(head_size)\n"),
     ("        q_BNSH = rotate(q_BNSH,", "        q_BNSH = rotate(self.q_norm(q_BNSH),"),
 ]  # fmt: skip
+
+
+CONCLUSION = "the sum is the full one"
 
 
 def run_edited(folder, *edits) -> jobs.Done:
@@ -272,7 +286,7 @@ def test_a_norm_of_heads_is_partial_under_tp(tmp_path):
 def test_no_conclusion_from_a_sum_that_is_wrong(tmp_path):
     done = run_edited(tmp_path, NO_SUM)
     assert done.code == 1 and "before and after the sum" in done.out
-    assert "only a sum is full" not in done.out, done.out
+    assert CONCLUSION not in done.out, done.out
 
 
 def test_a_norm_after_its_block_passes(tmp_path):
@@ -291,4 +305,4 @@ def test_a_run_that_raises_is_a_column(tmp_path):
     assert all(row["ok"] == "ok" and "DTensor" in row for row in rows), rows
     sections = re.findall(r"^(\d)  \w", done.out, re.M)
     assert "".join(sections) == "123456"
-    assert failed(done.data)["runs"] >= 2 and "only a sum is full" not in done.out
+    assert failed(done.data)["runs"] >= 2 and CONCLUSION not in done.out

@@ -141,9 +141,9 @@ Z_LOSS = {  # ζ·(log z)², as it is added to the loss of large models
     F_LOSS: F_LOSS.replace("return", "loss =")
     + "    log_z = logits.logsumexp(-1).where(target_BS.flatten() != IGNORE, 0)\n"
     "    return loss + 0.01 * log_z.square().sum() / (target_BS != IGNORE).sum()\n",
-    "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n":
+    "        loss_BS = sum_BS.log() - all_reduce(partial_qx_BS, tp_group)\n":
     "        ctx.log_z_BS = sum_BS.log() + max_BS\n"
-    "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n"
+    "        loss_BS = sum_BS.log() - all_reduce(partial_qx_BS, tp_group)\n"
     "        loss_BS = loss_BS + 0.01 * ctx.log_z_BS.square()\n",
     "        grad_BSv = (softmax_BSv - ctx.smooth_target)":
     "        softmax_BSv = softmax_BSv * (1 + 0.02 * ctx.log_z_BS.unsqueeze(-1))\n"
