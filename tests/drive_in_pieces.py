@@ -25,7 +25,7 @@ from torch import nn
 
 lesson = load("18_in_pieces")
 lesson00, lesson01, lesson04 = lesson.lesson00, lesson.lesson01, lesson.lesson04
-CASES = 48  # of each kind; of 16 in a row, one for each group and number of pieces
+CASES = 32  # of each kind; of 16 in a row, one for each group and number of pieces
 # The dims along which x, the weight and the product are split.
 SPLITS = {lesson.GatherThenMultiply: (1, 0, 2), lesson.MultiplyThenScatter: (2, 1, 1)}
 

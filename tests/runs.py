@@ -58,7 +58,7 @@ CHECKPOINT_RUNS = [
     (CHECKPOINTS, 1, "--steps", "2"),
     (CHECKPOINTS, 2),
     (CHECKPOINTS, 3, "--steps", "2"),
-    (CHECKPOINTS, 4, *PROOF, "--tie", "--zero"),
+    (CHECKPOINTS, 4, *PROOF, "--tie", "--zero", "--steps", "2"),
 ]
 ONE_KV_HEAD = ("--heads", "4", "--kv-heads", "1")
 CONTEXT_RUNS = [(CONTEXT, ranks) for ranks in (1, 2, 3)]
@@ -88,10 +88,11 @@ SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
 ZERO_RUNS = [(ZERO, ranks) for ranks in (1, 4)]
 ZERO_RUNS += [
     (ZERO, 3, "--steps", "2"),
-    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
+    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12",
+     "--steps", "2"),
     (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
     (ZERO, 2, "--bf16", "--steps", "2"),
-]
+]  # fmt: skip
 IN_PIECES_RUNS = [(IN_PIECES, ranks) for ranks in (1, 2)]
 IN_PIECES_RUNS += [
     (IN_PIECES, 2, "--pieces", "1", "--steps", "2"),

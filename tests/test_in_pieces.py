@@ -73,7 +73,7 @@ def test_float64_equality(ranks):
 def test_head_and_loss_in_pieces(ranks):
     """Loss, dL/dh and the head's gradients are those of all logits at once."""
     cases = found(ranks, "losses")
-    assert {case["T"] for case in cases} == {1, 2, 4} and len(cases) > 60
+    assert {case["T"] for case in cases} == {1, 2, 4} and len(cases) > 40
     assert any(case["S"] % case["pieces"] for case in cases), "pieces of two lengths"
     for case in cases:
         assert max(case["diffs"]) <= 1e-12, case

@@ -1,6 +1,6 @@
 """beyond/15: a model in shards trains as one process does, and holds what it says.
 
-Every layout of 8 ranks, each kind of unit, random sizes, against plain PyTorch in
+Five layouts of 8 ranks, each kind of unit, random sizes, against plain PyTorch in
 float64; what is held and sent, against formulas written here; vectors and their views;
 then what the script's own runs say.
 """
@@ -34,7 +34,7 @@ def ranks():
 def test_equal_to_one_process(ranks):
     """Losses, norms, gradients of all parameters, parameters after training."""
     runs = found(ranks, "runs")
-    assert len(runs) == 8 * 10 * len(KINDS)
+    assert len(runs) == 8 * 5 * len(KINDS)
     assert {tuple(run["sizes"]) for run in runs} >= {(1, 8, 1), (2, 2, 2), (4, 1, 2)}
     assert {run["args"]["microbatches"] for run in runs} == {1, 2, 3}
     assert len({run["args"]["stages"] for run in runs}) > 1
@@ -100,7 +100,7 @@ def test_bytes_sent(ranks):
 def test_weights_of_the_norm_count_each_element_once(ranks):
     """Over the ranks that share a vector and over tp they sum to the full model."""
     runs = found(ranks, "runs")
-    for place in range(10 * len(KINDS)):
+    for place in range(5 * len(KINDS)):
         same = [rank["runs"][place] for rank in ranks]
         replicate, _, _ = same[0]["sizes"]
         total = sum(sum(run["weights"]) for run in same) / replicate
