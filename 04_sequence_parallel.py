@@ -682,11 +682,9 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    lengths = sorted({1, max(1, S - 1), 2 * S + 1})
-    text = f"S = {', '.join(map(str, lengths))}, padded for SP; float64, no dropout"
-    report.section(f"Losses and gradients for {text}")
+    report.section("Losses for lengths 1, S − 1, 2·S + 1, padded; float64, no dropout")
     with report.run("padded lengths"):
-        for length in lengths:
+        for length in sorted({1, max(1, S - 1), 2 * S + 1}):
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(*batch, args.ranks)
