@@ -299,7 +299,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     """
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
-    layernorm = parallel.SequenceParallel()
+    norm = parallel.SequenceParallel()
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
@@ -316,17 +316,17 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     head = parallel.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     return {
         "embed_tokens": embedding,
-        "layers.*.input_layernorm": layernorm,
+        "layers.*.input_layernorm": norm,
         "layers.*.self_attn": gather_by_keyword,
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
         "layers.*.self_attn.v_proj": column,
         "layers.*.self_attn.o_proj": row,
-        "layers.*.post_attention_layernorm": layernorm,
+        "layers.*.post_attention_layernorm": norm,
         "layers.*.mlp": gather,
         "layers.*.mlp.up_proj": column,
         "layers.*.mlp.down_proj": row,
-        "norm": layernorm,
+        "norm": norm,
         "lm_head": head,
     }
 
