@@ -606,8 +606,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# A difference is divided by the expected size, or by this if that is smaller: a bias
-# that was 0 after three steps of AdamW, 0.003 each; a gradient of rounding errors only.
+# A difference is divided by the expected size, but at least by this. Parameters: three
+# AdamW steps of 0.003 from 0. Gradients: a smaller one is 0 but for rounding errors.
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()

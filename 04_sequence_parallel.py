@@ -299,7 +299,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     """
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
-    layernorm = parallel.SequenceParallel()
+    norm = parallel.SequenceParallel()
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
@@ -316,17 +316,17 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     head = parallel.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     return {
         "embed_tokens": embedding,
-        "layers.*.input_layernorm": layernorm,
+        "layers.*.input_layernorm": norm,
         "layers.*.self_attn": gather_by_keyword,
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
         "layers.*.self_attn.v_proj": column,
         "layers.*.self_attn.o_proj": row,
-        "layers.*.post_attention_layernorm": layernorm,
+        "layers.*.post_attention_layernorm": norm,
         "layers.*.mlp": gather,
         "layers.*.mlp.up_proj": column,
         "layers.*.mlp.down_proj": row,
-        "norm": layernorm,
+        "norm": norm,
         "lm_head": head,
     }
 
@@ -682,11 +682,9 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    lengths = sorted({1, max(1, S - 1), 2 * S + 1})
-    text = f"S = {', '.join(map(str, lengths))}, padded for SP; float64, no dropout"
-    report.section(f"Losses and gradients for {text}")
+    report.section("Losses for lengths 1, S − 1, 2·S + 1, padded; float64, no dropout")
     with report.run("padded lengths"):
-        for length in lengths:
+        for length in sorted({1, max(1, S - 1), 2 * S + 1}):
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(*batch, args.ranks)
@@ -1588,8 +1586,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# A difference is divided by the expected size, or by this if that is smaller: a bias
-# that was 0 after three steps of AdamW, 0.003 each; a gradient of rounding errors only.
+# A difference is divided by the expected size, but at least by this. Parameters: three
+# AdamW steps of 0.003 from 0. Gradients: a smaller one is 0 but for rounding errors.
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()

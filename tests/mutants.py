@@ -212,7 +212,7 @@ MUTANTS = [Mutant(*row) for row in [
      "p.grad.copy_(", "p.grad.add_("),
     ("04", "Checkpointed.forward", "other masks when it computes again",
      "=False", "=False, preserve_rng_state=False", "test_recomputed_bitwise"),
-    ("04", "sp_plan", "the last norm is left out", '        "norm": layernorm,\n', ""),
+    ("04", "sp_plan", "the last norm is left out", '        "norm": norm,\n', ""),
     ("04", "planned_transformer", "tied weights are two",
      "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
     # 05
