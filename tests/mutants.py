@@ -157,7 +157,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("03", "VocabParallelCrossEntropy.forward", "padding's −∞ in the sum of logits",
      "x_BSv.masked_fill(padding_v, 0).sum(-1)", "x_BSv.sum(-1)"),
     ("03", "VocabParallelCrossEntropy.forward", "smoothing also gives padding a target",
-     "smoothing / vocab_size * x_BSv",
+     "ctx.smooth_target * x_BSv",
      "smoothing / (v * tp_group.size()) * x_BSv"),
     ("03", "VocabParallelCrossEntropy.backward", "smoothing's gradient in padding",
      "(softmax_BSv - ctx.smooth_target).masked_fill(padding_v, 0)",

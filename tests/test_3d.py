@@ -197,7 +197,8 @@ def test_who_is_where(run):
 @over(RUNS)
 def test_time_is_drawn(run):
     """For the stages of the mesh, and for P = 4: the dots are the bubble."""
-    data = jobs.result(*run).data
+    done = jobs.result(*run)
+    data, printed = done.data, re.sub(r"\s+", " ", done.out)
     P, M = data["size"]["P"], data["size"]["M"]
     rows = rows_with(data, "time →", "waits/computes")
     drawn = [(int(row["P"]), int(row["M"]), int(row["stage"])) for row in rows]
@@ -210,6 +211,23 @@ def test_time_is_drawn(run):
         assert waits == 2 * (P - 1)
         held = M if "gpipe" in run else min(P - int(row["stage"]), M)
         assert row["holds"] == str(held)
+        assert f"{row['waits/computes']} for P = {P}, M = {M}" in printed
+
+
+@over(RUNS)
+def test_letters_have_values(run):
+    """Layers, parameters and replicated ones of rank 0: what its rows are made of."""
+    done = jobs.result(*run)
+    size, printed = done.data["size"], re.sub(r"\s+", " ", done.out)
+    for row in rows_with(done.data, "phase", "formula", "bytes"):
+        count = int(number(row["bytes"])) // size["e"]
+        if "l" in row["formula"]:
+            layers = math.ceil(size["L"] / size["P"])
+            assert f"l: {layers} layers, +1: embedding, head" in printed
+        if row["formula"] == "e·Ψ":
+            assert f"Ψ: {count:,} parameters" in printed
+        if row["formula"] == "e·ρ":
+            assert f"ρ: {count:,} replicated" in printed
 
 
 @over([run for run in RUNS if "--ragged" in run])
