@@ -721,10 +721,13 @@ def ring(collective: str, payload: int, ranks: int) -> int:
     return rounds * payload * (ranks - 1) // ranks
 
 
+def double(x) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.float64).detach().cpu()
+
+
 def rel_diff(got, expected, least=0.0) -> float:
     """max|got − expected| / max(max|expected|, least); inf for nan or another shape."""
-    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
-    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    got, expected = double(got), double(expected)
     if got.shape != expected.shape:
         return math.inf
     if torch.equal(got, expected):
@@ -734,9 +737,8 @@ def rel_diff(got, expected, least=0.0) -> float:
 
 
 def difference(got, expected) -> str:
-    """How a wrong tensor differs, if that can be said in words."""
-    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
-    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    """How a wrong tensor differs, if that can be said in words; otherwise ""."""
+    got, expected = double(got), double(expected)
     if got.shape != expected.shape:
         return f"shape {list(got.shape)}, expected {list(expected.shape)}"
     if got.numel() <= 4:
@@ -745,13 +747,12 @@ def difference(got, expected) -> str:
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
     if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the expected tensor"
-    return f"off by {rel_diff(got, expected):.2g}"
+    return ""
 
 
 def norm(values: list, digits=7) -> str:
     """The norm of several values as one vector, printed."""
-    norms = [torch.as_tensor(x, dtype=torch.float64).detach().norm() for x in values]
-    return f"{math.hypot(*norms):#.{digits}g}"
+    return f"{math.hypot(*[double(x).norm() for x in values]):#.{digits}g}"
 
 
 class Report:
@@ -792,7 +793,7 @@ class Report:
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
         text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check = dict(name=name, diff=diff, allowed=allowed, text=text, ranks=[])
+        check = dict(name=name, diff=diff, allowed=allowed, text=text)
         self.checks[name] = check | {"is_formula": is_formula}
         return diff <= allowed  # False for nan
 
@@ -826,8 +827,8 @@ class Report:
                     diffs[row, run] = max(diff, diffs.get((row, run), 0.0))
         worst = max(diffs.values(), default=0.0)
         if brief and diffs and worst <= allowed:
-            if len(runs[first]) > 1:
-                name = f"all {len(runs[first])}"
+            names = list(runs[first])
+            name = names[0] if len(names) == 1 else f"all {len(names)}"
             return self.say(f"{what}: {name} as {first}; largest diff {worst:.1e}")
         raised = [] if brief else self.raised
         table = []
@@ -918,10 +919,11 @@ class Report:
             store = dist.distributed_c10d._get_default_store()
             is_lost = "Timed out" in str(error) or "Connection" in str(error)
             rank = dist.get_rank()
-            store.set(f"{run}/{rank}", f"{type(error)} {METER.count} {is_lost}")
             frames = traceback.extract_tb(error.__traceback__)
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
+            where = f"{type(error)} {at.lineno} {METER.count} {is_lost}"
+            store.set(f"{run}/{rank}", where)
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
             said = f"rank {rank}, {run}: {text}; last call: {METER.last}"
@@ -971,17 +973,14 @@ class Report:
         """The checks of all ranks: each with the ranks on which it fails."""
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, check in checks.items():
-                found = merged.setdefault(name, check)
-                if not check["diff"] <= check["allowed"]:
-                    if not found["ranks"]:  # the first that fails says what is wrong
-                        found.update(diff=check["diff"], text=check["text"])
-                    found["ranks"].append(rank)
-                elif not found["ranks"]:
-                    found["diff"] = max(found["diff"], check["diff"])
-        return list(merged.values())
+        fails = lambda check: not check["diff"] <= check["allowed"]  # also nan
+        merged = []
+        for name in dict.fromkeys(name for checks in everyone for name in checks):
+            found = [checks.get(name) for checks in everyone]  # None: not on this rank
+            ranks = [rank for rank, x in enumerate(found) if x and fails(x)]
+            worst = max(filter(None, found), key=lambda x: (fails(x), x["diff"]))
+            merged.append(worst | {"ranks": ranks})
+        return merged
 
 
 def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) -> dict:

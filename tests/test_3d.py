@@ -247,7 +247,8 @@ def test_totals_are_the_sums_of_the_rows(run):
     all ranks send more than one."""
     data = jobs.result(*run).data
     totals = {
-        row["all phases"]: row for row in rows_with(data, "all phases", "payload")
+        row["axis, all phases"]: row
+        for row in rows_with(data, "axis, all phases", "payload")
     }
     axes = {"pp": data["size"]["P"], "dp": data["size"]["DP"], "tp": data["size"]["T"]}
     assert set(totals) == {axis for axis, ranks in axes.items() if ranks > 1}
@@ -372,10 +373,11 @@ def test_totals_are_those_of_each_rank(tmp_path):
     checks = {check["name"]: check["ranks"] for check in done.data["checks"]}
     assert checks["calls: mesh forward send/recv pp"] == [0]
     assert checks["calls: mesh backward send/recv pp"] == [1]
-    (row,) = rows_with(done.data, "all phases", "payload")
+    (row,) = rows_with(done.data, "axis, all phases", "payload")
     # 6 messages, 3 to each side, and one of the norm.
     found = [
-        row[name] for name in ("all phases", "calls", "payload", "ring, all ranks")
+        row[name]
+        for name in ("axis, all phases", "calls", "payload", "ring, all ranks")
     ]
     assert found == ["pp", "7", "98,432", "196,864"]
 

@@ -213,7 +213,7 @@ def test_the_table_of_saved_bytes(run):
     assert rows["without TP"]["formula"].startswith("34·X + 5·A")
     saved = {run: number(row["saved"]) for run, row in rows.items()}
     of = {run: f"{saved[run] / saved['without TP']:.0%}" for run in saved}
-    text = f"if all is recomputed, {of['TP, full']} and {of['TP + SP, full']}."
+    text = f"full, {of['TP, full']} and {of['TP + SP, full']}."
     assert f": TP {of['TP']}, TP + SP {of['TP + SP']}; {text}" in printed
     whole = saved["without TP"] / run[1]
     if "--save-gathered" in run:
