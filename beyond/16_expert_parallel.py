@@ -505,7 +505,8 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
     R = size["R"]
     report.section("One MoE layer, random input: output, all gradients, bytes sent")
     report.say(
-        "sends: bytes, both ways. by y: the router's gradient without balance loss"
+        "sends: bytes, forward and backward. ‖g‖ by y: norm of the router's gradient "
+        "without the balance loss; 0 for k = 1, where an expert's weight is always 1."
     )
     rows = []
     with report.run("one layer"):
@@ -518,7 +519,7 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
     under_tp = bytes_under_tp(size, groups, args)
     cell(report, "bytes: the same tokens by TP", under_tp, str(R * even))
     if R > 1:
-        text = f"A rank sends k · {even:,} bytes or so, by TP (all tokens) {under_tp:,}"
+        text = f"With even rows a rank sends k · {even:,} bytes, under TP {under_tp:,}"
         report.say(f"{text}: less if k < {R}.")
 
 
@@ -546,7 +547,7 @@ def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
     for what in ("y", "dL/dx"):  # of this rank's tokens
         expected[what] = split_batch([expected[what]], groups)[0]
     expected.update(unshard_model(alone, "grad"))
-    row["by y"] = router_gradient(alone, tensors)
+    row["‖g‖ by y"] = router_gradient(alone, tensors)
     row["diff"] = compare_layer(
         report, name, found, expected, lesson00.ALLOWED[args.dtype]
     )
@@ -598,8 +599,9 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
         # Rows per expert for the balance loss; the number of targets, then the loss.
         formulas["EP", "forward", "all-reduce", axis] = (n, "n·8·E")
         formulas["EP", "loss", "all-reduce", axis] = (2 * steps, "steps·(8 + e)")
-    leave = f"m = {size['m']:.2f} rows leave per all-to-all"
-    report.section(f"Communication of rank 0: n = {n} MoE passes, {leave}")
+    report.section(f"Communication of rank 0, all {steps} steps together")
+    leave = f"m = {size['m']:.2f} rows leave rank 0 per all-to-all"
+    report.say(f"n = {n} MoE passes; on average {leave}")
     report.steps = 1  # the rows differ from step to step, so these are of all steps
     mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
     report.ledger(on_axes(formulas, mesh))
@@ -627,9 +629,10 @@ def show_memory(report: lesson00.Report, runs: dict) -> None:
     """Bytes that a rank stores: parameters, gradients and AdamW's moments."""
     size = report.size
     letters = {"without EP": dict(size, T=1, R=1), "EP": size}
-    report.section("Memory per rank in bytes; sum = of the terms in PARAMETERS, above")
+    terms = f"sum: the {len(PARAMETERS)} terms in PARAMETERS of this script"
+    report.section(f"Memory per rank in bytes; {terms}")
     rows, sums = memory_rows(report, PARAMETERS, letters, runs, TENSORS)
-    report.table(rows[len(PARAMETERS) :])  # the sums; the terms would fill the screen
+    report.table(rows[len(PARAMETERS) :])  # the terms would fill the screen
     part = f"{100 * sums['EP'] / sums['without EP']:.0f} % of all parameters"
     report.say(f"With R = {size['R']} and T = {size['T']} a rank stores {part}.")
 

@@ -67,15 +67,16 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 18: products and the loss in pieces
-# Read lines 70 to 323, in about 25 minutes. Stop at RUN.
+# Read lines 70 to 324, in about 26 minutes. Stop at RUN.
 
 # ---- [loss], after lesson 03: head and loss in pieces
 
 # From lesson 03: the vocabulary is split, so a rank has its columns of the head and of
 # the logits. vocab_parallel_cross_entropy is the loss of each position.
 #
-# The loss needs four tensors as large as the logits. In pieces of the sequence these
-# are that much smaller: each piece runs its backward at once, which frees them.
+# The loss needs several tensors as large as the logits: logits, x − max, exp, softmax.
+# In pieces of the sequence each is that much smaller, because each piece runs its
+# backward before the next one begins, which frees them. Section 5 counts their bytes.
 
 
 def chunked_cross_entropy(
@@ -232,9 +233,9 @@ class GatherThenMultiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BSf):
         x_BsD, weight = ctx.saved_tensors
-        [(slices, gathered)] = start_gathers(x_BsD, ctx.tp_group, 1)
+        [(slices, work)] = start_gathers(x_BsD, ctx.tp_group, 1)
         sums = start_scatters(grad_BSf, weight.T, ctx.tp_group, ctx.pieces)
-        gathered.wait()
+        work.wait()
         x_BSD = torch.cat(slices, 1)
         grad_weight = grad_BSf.flatten(0, 1).T @ x_BSD.flatten(0, 1)
         return finish_scatters(sums), grad_weight, None, None
@@ -390,13 +391,13 @@ def show_training(report: lesson00.Report, runs: dict, args) -> None:
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", values("norms"), allowed, brief=True)
     report.compare("parameters", values("parameters"), allowed, brief=True)
-    report.section("[products] Gradients of step 1: norms; diff: of any element")
+    report.section("[products] Gradients of step 1: norms; diff: largest of an element")
     report.compare("gradients", values("gradients"), allowed, fold=lesson02.module_of)
 
 
 def show_what_travels(report: lesson00.Report, args, tp_group) -> None:
     """Of one MLP's calls: how many have a product between their start and their end?"""
-    report.section("[products] One MLP: calls with a product between start and wait")
+    report.section("[products] One MLP: calls that start before a product, end after")
     report.say("In pieces: 1 + Q·(T - 1) products per gather, Q·T per reduce-scatter.")
     predicted = {  # run, phase → calls, and those behind a product
         ("TP + SP", "forward"): ("2", "0"),
@@ -406,7 +407,8 @@ def show_what_travels(report: lesson00.Report, args, tp_group) -> None:
         ("in pieces", "backward"): ("2·Q + 1", "2·Q + 1"),
     }
     rows = []
-    for (run, phase), seen in watch_mlps(args, tp_group).items():
+    watched = watch_mlps(args, tp_group)
+    for (run, phase), seen in watched.items():
         behind = len([n for n in seen.behind if n > 0])
         row = {"run": run, "phase": phase, "products": seen.products}
         row.update({"calls": len(seen.behind), "behind a product": behind})
@@ -419,10 +421,19 @@ def show_what_travels(report: lesson00.Report, args, tp_group) -> None:
         rows.append(row)
     report.table(rows)
     if args.ranks > 1:
-        report.say(
-            "TP + SP waits for each of its calls. In pieces, 1 call has nothing to "
-            "hide behind: the last reduce-scatter of forward."
-        )
+        report.say(count_hidden(watched))
+
+
+def count_hidden(watched: dict) -> str:
+    """How many calls have a product to hide behind, as counted."""
+    texts = []
+    for run in ("TP + SP", "in pieces"):
+        behind = watched[run, "forward"].behind + watched[run, "backward"].behind
+        texts.append(f"{len([n for n in behind if n > 0])} of {len(behind)}")
+    text = f"TP + SP has {texts[0]} calls behind a product, in pieces {texts[1]}"
+    without = [i for i, n in enumerate(behind) if n == 0]
+    is_last = without == [len(watched["in pieces", "forward"].behind) - 1]
+    return text + (": not forward's last." if is_last else ".")
 
 
 def watch_mlps(args, tp_group) -> dict:
@@ -477,8 +488,8 @@ def show_communication_in_pieces(report: lesson00.Report) -> None:
         for call, payloads in lesson00.METER.calls.items():
             sent[call[0]] += sum(payloads) // report.steps
         report.say(
-            f"TP + SP sends {sent['TP + SP']:,} bytes of payload, in pieces "
-            f"{sent['in pieces']:,}."
+            f"Payload of all calls per step: TP + SP {sent['TP + SP']:,} bytes, in "
+            f"pieces {sent['in pieces']:,}."
         )
 
 
@@ -490,10 +501,12 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
     report.section("[loss] Head and loss of lesson 03's model, at once and in pieces")
     expected = dict(alone.gradients, loss=alone.losses["loss, step 1"])
     rows = []
+    peaks = []
     for run, pieces in (("at once", 1), ("in pieces", args.pieces)):
         what = f"head and loss {run}"
         model = lesson03.vocab_transformer(full, tp_group)
         results, peak = measure_head(what, model, batch, args, tp_group, pieces)
+        peaks.append(peak)
         row = {"head and loss": run} | head_cells(report, what, pieces, peak)
         diffs = {}
         for name, value in expected.items():
@@ -504,9 +517,16 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
         row["diff"] = f"{max(diffs.values()):.1e}"
         rows.append(row)
     report.table(rows)
-    if report.size["S"] > args.pieces > 1:
-        text = "At the peak: four tensors of logits, in pieces each of 1/"
-        report.say(f"{text}{args.pieces} of the positions.")
+    if is_counted(report.size, args.pieces):
+        report.say(in_logits(report, peaks))
+
+
+def in_logits(report: lesson00.Report, peaks: list[int]) -> str:
+    """The measured peaks, at once and in pieces, compared with one tensor of logits."""
+    one = lesson00.evaluate("B·S·v·e", report.size)
+    times = [f"{peak / one:g} times" for peak in peaks]
+    text = f"The peak is {times[0]} this rank's logits of all positions, in pieces "
+    return f"{text}{times[1]}."
 
 
 def head_cells(report: lesson00.Report, what: str, pieces: int, peak: int) -> dict:
@@ -522,10 +542,14 @@ def head_cells(report: lesson00.Report, what: str, pieces: int, peak: int) -> di
         cells["calls"] = cell(report, f"calls: {what}", len(payloads), calls)
         nbytes = "3·B·S·e + Y"
         cells["bytes"] = cell(report, f"bytes: {what}", sum(payloads), nbytes)
-    # The meter sees shapes only: it must be able to tell logits from h and x.
-    if size["v"] != size["D"] and size["S"] > pieces:
+    if is_counted(size, pieces):
         cells["peak of logits"] = cell(report, f"memory: {what}", peak, formula)
     return cells
+
+
+def is_counted(size: dict, pieces: int) -> bool:
+    """PeakBytes sees shapes only: can it tell logits from hidden states?"""
+    return size["v"] != size["D"] and size["S"] > pieces
 
 
 def measure_head(run, model, batch: tuple, args, tp_group, pieces: int) -> tuple:

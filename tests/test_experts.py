@@ -196,8 +196,8 @@ def test_rows_add_up(run):
     assert len(rows) == size["R"]
     assert sum(row["computes"] for row in rows) == size["R"] * size["k"] * size["t"]
     assert all(row["sends"] <= size["k"] * size["t"] for row in rows)
-    layers = rows_with(data, "router", "by y")
+    layers = rows_with(data, "router", "‖g‖ by y")
     assert len(layers) >= 4
     for row in layers:
         assert (row["sends"] == "0") == (size["R"] == 1)
-        assert (row["by y"] == "0.00") == (row["k"] == 1)
+        assert (row["‖g‖ by y"] == "0.00") == (row["k"] == 1)
