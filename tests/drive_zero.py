@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=8 drive_zero.py FOLDER
 
 Eight ranks as nodes (replicate) × ranks of a node (shard) × TP, in half of all ways;
-each kind of unit; sizes, micro-batches and schedules at random; float64. Every rank also
-trains the full model on the full batch in one process.
+each kind of unit; sizes, micro-batches and schedules at random; float64. Every rank
+also trains the full model on the full batch in one process.
 """
 
 import argparse
