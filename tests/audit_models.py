@@ -3079,7 +3079,7 @@ MODELS = {
         "norm on rank 0": "norm",
         "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
-        "sent after a step": ["update of another rank", "attn.c_attn.weight"],
+        "sent after a step": ["update", "attn.c_attn.weight"],
         "decay": ["update by other settings", "attn.c_attn.weight"],
         "one rank skips": "update missing on ranks [1]",
         "one rank skips a step": "update missing on ranks [1]",
@@ -3097,7 +3097,7 @@ MODELS = {
         ],
     },
     sharp_subject: {},
-    odd_subject: {"memory": "gradient sum", "stale": "stale"},
+    odd_subject: {"memory": "gradient sum", "stale": ["later loss", "loss"]},
     pairs_subject: {
         "no f": "backward partial",
         "f in float32": ["backward right but for rounding", "1"],
@@ -3135,7 +3135,7 @@ MODELS = {
         "train only": ["train mode", "1.norm.weight"],
         "same masks": ["dropout same", "1"],
         "recomputed": ["dropout recomputed", "1"],
-        "rounded": ["rounded", "1.up.weight"],
+        "rounded": ["not a piece", "1.up.weight"],
         "rows": ["gradient unexplained", "1.up.weight"],
         "gradients clipped": ["clip", "clip()"],
         "clipped twice": ["clip", "clip()"],
@@ -3145,7 +3145,7 @@ MODELS = {
     twice_subject: {"second call": ["forward", "block"]},
     rows_subject: {
         "reduced again": ["accumulation reduced again", "1.weight"],
-        "overwritten": ["accumulation overwritten", "1.weight"],
+        "overwritten": ["accumulation", "1.weight"],
     },
     columns_subject: {"pieces summed": ["gradient of several pieces", "1.weight"]},
     convolution_subject: {"bias": ["forward bias", "1"]},
@@ -3154,7 +3154,7 @@ MODELS = {
     ended_subject: {"summed again": ["loss backward", "the model"]},
     join_subject: {"no f": ["backward partial", "1"]},
     doubled_subject: {
-        "idle": ["update without gradient", "1.idle"],
+        "idle": ["update missing on ranks [1]", "1.idle"],
         "rate": ["later loss", "loss"],
         "apart": ["gradient not the same on replicas", "1.weight"],
     },
@@ -3181,10 +3181,7 @@ MODELS = {
     branches_subject: {"no f": ["gradient sum", "b.norm.weight"]},
     outputs_subject: {"second loss summed": ["forward T times", "the model"]},
     table_subject: {
-        "rows of a head": [
-            "gradient right in another slice on each rank",
-            "embed.weight",
-        ]
+        "rows of a head": ["gradient differs between replicas", "embed.weight"]
     },
     padded_subject: {"local index": ["gradient unexplained", "embed.weight"]},
     moments_subject: {
@@ -3220,7 +3217,7 @@ MODELS = {
     in_place_subject: {"added twice": ["forward wrong", "1"]},
     inner_subject: {"no f": ["gradient differs between replicas", "1.mix"]},
     units_subject: {"units rolled": ["forward wrong", "1"]},
-    divided_subject: {"summed": ["backward sum of slices", "the model"]},
+    divided_subject: {"summed": ["backward of a module", "the model"]},
     table_rows_subject: {"unmasked": ["forward wrong", "0"]},
     biases_subject: {"row detached": ["gradient unexplained", "1.biases"]},
     rates_subject: {"not summed": ["forward wrong", "1.rate"]},
