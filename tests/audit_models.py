@@ -88,24 +88,24 @@ class Split(nn.Module):
         return x if self.group is None else Sum.apply(x, self.group)
 
 
-def cut_subject(bug: str, build, cuts: dict, **more):
-    """cuts: name of a parameter or buffer → the dim along which it is sliced."""
+def cutting(bug: str, at: str = "", rows="up.weight up.bias", columns="down.weight"):
+    """A parallelize that slices parameters and buffers of one module along dim 0 or 1,
+    and tells all modules the group and the bug."""
 
     def parallelize(model, group):
-        for name, dim in cuts.items():
-            owner, _, key = name.rpartition(".")
-            module = model.get_submodule(owner)
-            sliced = piece(getattr(module, key), group, dim)
-            is_buffer = key in module._buffers
-            setattr(module, key, sliced.data if is_buffer else sliced)
+        for dim, names in enumerate((rows, columns)):
+            for name in names.split():
+                owner, _, key = f"{at}.{name}".strip(".").rpartition(".")
+                module = model.get_submodule(owner)
+                sliced = piece(getattr(module, key), group, dim)
+                is_buffer = key in module._buffers
+                setattr(module, key, sliced.data if is_buffer else sliced)
         for module in filter(lambda m: isinstance(m, Split), model.modules()):
             module.group = group
             module.bug = bug
         return model
 
-    subject = renamed_subject("")
-    vars(subject).update(build=build, parallelize=parallelize, **more)
-    return subject
+    return parallelize
 
 
 def tokens_batch(step):
@@ -116,17 +116,14 @@ def tokens_batch(step):
 # ---- A fused weight of q, k and v, and a tied head. The model runs both ways.
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(Split):
     def __init__(self):
         super().__init__()
         self.c_attn = nn.Linear(D, 3 * D)
         self.c_proj = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
+        x = self.f(x)
         parts = []
         for part in self.c_attn(x).chunk(3, -1):
             parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
@@ -146,7 +143,7 @@ class FusedAttention(nn.Module):
         return y + self.c_proj.bias
 
 
-class FusedModel(nn.Module):
+class FusedModel(Split):
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(V, D)
@@ -154,7 +151,6 @@ class FusedModel(nn.Module):
         self.attn = FusedAttention()
         self.head = nn.Linear(D, V, bias=False)
         self.head.weight = self.wte.weight
-        self.bug = ""
 
     def forward(self, tokens):
         x = self.wte(tokens)
@@ -347,10 +343,9 @@ def renamed_subject(bug: str):
     return subject
 
 
-def subject_of(build, parallelize):
+def subject_of(build, parallelize, **more):
     subject = renamed_subject("")
-    subject.build = build
-    subject.parallelize = parallelize
+    vars(subject).update(build=build, parallelize=parallelize, **more)
     return subject
 
 
@@ -417,7 +412,7 @@ def recomputed_subject(bug: str):
 # ---- Two inputs of different lengths, a parameter without dims, BatchNorm, noise.
 
 
-class Odd(nn.Module):
+class Odd(Split):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(D)
@@ -429,8 +424,6 @@ class Odd(nn.Module):
         self.last = nn.Linear(D, D, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("table", 3.0 ** -torch.arange(D).float())
-        self.group = None
-        self.bug = ""
         self.length = None
 
     def forward(self, x, memory):
@@ -448,8 +441,7 @@ class Odd(nn.Module):
             parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
         y = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
         y = F.linear(y, self.o.weight)
-        if self.group is not None:
-            y = Sum.apply(y, self.group)
+        y = self.g(y)
         y = self.batch_norm((x + y + self.o.bias).transpose(1, 2)).transpose(1, 2)
         length = self.last.weight.detach().norm()
         if self.bug == "stale":
@@ -479,13 +471,11 @@ def odd_subject(bug: str):
 # ---- A row-parallel linear right in front of a column-parallel one.
 
 
-class Pair(nn.Module):
+class Pair(Split):
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(D, 2 * D)
         self.down = nn.Linear(2 * D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -537,17 +527,15 @@ def float32_loss_subject(bug: str):
 # ---- A list of heads: each rank has some of them, and numbers them from 0.
 
 
-class Heads(nn.Module):
+class Heads(Split):
     def __init__(self):
         super().__init__()
         heads = [nn.Linear(D, D // HEADS) for _ in range(HEADS)]
         self.heads = nn.ModuleList(heads)
         self.proj = nn.Linear(D, D)
-        self.group = None
 
     def forward(self, x):
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
+        x = self.f(x)
         return self.proj(torch.cat([head(x).tanh() for head in self.heads], -1))
 
 
@@ -570,15 +558,13 @@ def lists_subject(bug: str):
 # ---- A frozen weight of integers, and what optimizers people write.
 
 
-class Integers(nn.Module):
+class Integers(Split):
     def __init__(self):
         super().__init__()
         values = torch.randint(-100, 100, (2 * D, D), dtype=torch.int8)
         self.up = nn.Parameter(values, requires_grad=False)
         self.A = nn.Linear(D, 2 * D)
         self.down = nn.Linear(2 * D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -600,15 +586,7 @@ class Stepper:
 
 
 def integers_subject(bug: str):
-    def parallelize(model, group):
-        own = model[1]
-        own.up = piece(own.up, group)
-        own.A.weight = piece(own.A.weight, group)
-        own.A.bias = piece(own.A.bias, group)
-        own.down.weight = piece(own.down.weight, group, 1)
-        own.group = group
-        own.bug = bug
-        return model
+    parallelize = cutting(bug, "1", "up A.weight A.bias", "down.weight")
 
     subject = renamed_subject(bug)
     subject.build = lambda: nn.Sequential(nn.LayerNorm(D), Integers())
@@ -620,15 +598,13 @@ def integers_subject(bug: str):
 # ---- Experts: each is on one rank, so ranks have parameters of different names.
 
 
-class Experts(nn.Module):
+class Experts(Split):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(D, EXPERTS, bias=False)
         names = [str(i) for i in range(EXPERTS)]
         self.experts = nn.ModuleDict({name: nn.Linear(D, D) for name in names})
         self.shared = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         shape = x.shape
@@ -647,7 +623,7 @@ class Experts(nn.Module):
             y = y + expert(x) * of_expert
         if self.bug == "shared expert":
             y = y + shared
-        y = y if self.group is None else Sum.apply(y, self.group)
+        y = self.g(y)
         return (y if self.bug == "shared expert" else y + shared).view(shape)
 
 
@@ -682,7 +658,7 @@ def experts_subject(bug: str):
 # ---- LoRA: the weights are frozen, two factors are trained.
 
 
-class Lora(nn.Module):
+class Lora(Split):
     """Runs full, column-parallel (B is sharded) and row-parallel (A is sharded)."""
 
     def __init__(self, inputs: int, outputs: int):
@@ -691,8 +667,6 @@ class Lora(nn.Module):
         self.lora_A = nn.Parameter(torch.randn(2, inputs))
         self.lora_B = nn.Parameter(torch.zeros(outputs, 2))
         self.kind = "full"
-        self.bug = ""
-        self.group = None
 
     def forward(self, x):
         if self.kind == "full":
@@ -769,7 +743,7 @@ def plan_subject(bug: str):
 # ---- A block with plain functions between its modules.
 
 
-class Block(nn.Module):
+class Block(Split):
     """x + down(gain · tanh(up(norm(x)))), in the full model and on ranks."""
 
     def __init__(self):
@@ -778,8 +752,6 @@ class Block(nn.Module):
         self.up = nn.Linear(D, 2 * D)
         self.gain = nn.Parameter(torch.randn(2 * D))
         self.down = nn.Linear(2 * D, D)
-        self.group = None
-        self.bug = ""
         self.calls = 0
 
     def forward(self, x):
@@ -925,9 +897,7 @@ class Twice(nn.Module):
 def twice_subject(bug: str):
     """A module that is called twice; its second call may be wrong."""
 
-    def parallelize(model, group):
-        split_block(model.block, group, bug)
-        return model
+    parallelize = cutting(bug, "block", "up.weight up.bias gain", "down.weight")
 
     subject = block_subject("")
     subject.build = Twice
@@ -974,10 +944,7 @@ def gather(x, group):
     return torch.cat(parts, 1)
 
 
-class RowsLinear(nn.Linear):
-    group = None
-    bug = ""
-
+class RowsLinear(nn.Linear, Split):
     def forward(self, x):
         if self.group is None:
             return super().forward(x)
@@ -1018,10 +985,7 @@ def rows_subject(bug: str):
 # ---- Pieces that are gathered by columns.
 
 
-class Columns(nn.Linear):
-    group = None
-    bug = ""
-
+class Columns(nn.Linear, Split):
     def forward(self, x):
         if self.group is None:
             return super().forward(x)
@@ -1030,26 +994,16 @@ class Columns(nn.Linear):
 
 
 def columns_subject(bug: str):
-    def parallelize(model, group):
-        model[1].weight = piece(model[1].weight, group)
-        model[1].bias = piece(model[1].bias, group)
-        model[1].group = group
-        model[1].bug = bug
-        return model
-
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Columns(D, D), nn.Tanh())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), Columns(D, D), nn.Tanh()),
+        cutting(bug, "1", "weight bias", ""),
+    )
 
 
 # ---- A convolution: its bias belongs to dim 1.
 
 
-class Convolution(nn.Conv1d):
-    group = None
-    bug = ""
-
+class Convolution(nn.Conv1d, Split):
     def forward(self, x):
         if self.group is None:
             return super().forward(x)
@@ -1064,11 +1018,7 @@ class Slice(Rows):
 
 
 def convolution_subject(bug: str):
-    def parallelize(model, group):
-        model[1].weight = piece(model[1].weight, group, 1)
-        model[1].group = group
-        model[1].bug = bug
-        return model
+    parallelize = cutting(bug, "1", "", "weight")
 
     subject = renamed_subject(bug)
     subject.build = lambda: nn.Sequential(nn.Linear(D, D), Convolution(S, 4, 3))
@@ -1103,20 +1053,13 @@ class Head(nn.Module):
 
 
 def stack_subject(bug: str):
-    def parallelize(model, group):
-        split_pair(model[1].pair, group, bug)
-        return model
-
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(Stack(), Head())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(lambda: nn.Sequential(Stack(), Head()), cutting(bug, "1.pair"))
 
 
 # ---- A gather that stands between two modules, in the forward around them.
 
 
-class Rejoined(nn.Module):
+class Rejoined(Split):
     """On ranks, the norm gets this rank's rows, and the pair all of them."""
 
     def __init__(self):
@@ -1124,7 +1067,6 @@ class Rejoined(nn.Module):
         self.linear = nn.Linear(D, D)
         self.norm = nn.LayerNorm(D)
         self.pair = Pair()
-        self.group = None
 
     def forward(self, x):
         x = self.linear(x)
@@ -1137,10 +1079,7 @@ class Rejoined(nn.Module):
 def rejoined_subject(bug: str):
     subject = stack_subject("")
 
-    def parallelize(model, group):
-        split_pair(model.pair, group, bug)
-        model.group = group
-        return model
+    parallelize = cutting(bug, "pair")
 
     def after_backward(model):
         for p in model.norm.parameters():
@@ -1152,15 +1091,13 @@ def rejoined_subject(bug: str):
     return subject
 
 
-class Ended(nn.Module):
+class Ended(Split):
     """The model ends with a gather, after its last module."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(D, D)
         self.norm = nn.LayerNorm(D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         x = self.linear(x)
@@ -1174,10 +1111,7 @@ class Ended(nn.Module):
 def ended_subject(bug: str):
     subject = rejoined_subject("")
 
-    def parallelize(model, group):
-        model.group = group
-        model.bug = bug
-        return model
+    parallelize = cutting(bug, "", "", "")
 
     subject.build = Ended
     subject.parallelize = parallelize
@@ -1259,17 +1193,14 @@ def doubled_subject(bug: str):
 # ---- A fused weight in the order of groups (q, k, v of each head), a split embedding.
 
 
-class Groups(nn.Module):
+class Groups(Split):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(D, 3 * D)
         self.proj = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
+        x = self.f(x)
         y = self.qkv(x)
         if self.bug == "read":
             parts = [part.unflatten(-1, (-1, D // HEADS)) for part in y.chunk(3, -1)]
@@ -1306,15 +1237,9 @@ class GroupsModel(nn.Module):
 
 
 def groups_subject(bug: str):
-    def parallelize(model, group):
-        attn = model.attn
-        attn.qkv.weight = piece(attn.qkv.weight, group)
-        attn.qkv.bias = piece(attn.qkv.bias, group)
-        attn.proj.weight = piece(attn.proj.weight, group, 1)
-        model.wte.weight = piece(model.wte.weight, group)
-        attn.group = group
-        attn.bug = bug
-        return model
+    parallelize = cutting(
+        bug, "", "attn.qkv.weight attn.qkv.bias wte.weight", "attn.proj.weight"
+    )
 
     return SimpleNamespace(
         build=GroupsModel, parallelize=parallelize, batch=tokens_batch
@@ -1324,21 +1249,20 @@ def groups_subject(bug: str):
 # ---- Experts with local numbers; no token chooses those of the last rank.
 
 
-class Unused(nn.Module):
+class Unused(Split):
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(EXPERTS))
         self.scale = nn.Parameter(torch.randn(EXPERTS, D))
         self.first = 0
-        self.group = None
 
     def forward(self, x):
-        z = x if self.group is None else Copy.apply(x, self.group)
+        z = self.f(x)
         y = 0 * z * self.scale.sum()
         for number, (expert, scale) in enumerate(zip(self.experts, self.scale)):
             if self.first + number < EXPERTS // 2:
                 y = y + scale * expert(z)
-        return x + (y if self.group is None else Sum.apply(y, self.group))
+        return x + (self.g(y))
 
 
 def unused_subject(bug: str):
@@ -1363,12 +1287,10 @@ def unused_subject(bug: str):
 # ---- A partial sum that is reduce-scattered by the module around it.
 
 
-class Scattered(nn.Module):
+class Scattered(Split):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2 * D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         y = self.linear(x)
@@ -1400,7 +1322,7 @@ def scattered_subject(bug: str):
 # ---- A head in the model's own forward; what nothing uses is not on the ranks.
 
 
-class Headed(nn.Module):
+class Headed(Split):
     def __init__(self):
         super().__init__()
         self.block = Block()
@@ -1408,7 +1330,6 @@ class Headed(nn.Module):
         self.head = nn.Parameter(torch.randn(D, D))
         self.pooler = nn.Linear(D, D, bias=False)
         self.register_buffer("table", torch.linspace(0, 1, 2 * S))
-        self.bug = ""
 
     def forward(self, x):
         group = self.block.group
@@ -1439,13 +1360,11 @@ def headed_subject(bug: str):
 # ---- Both models multiply in bfloat16, so partial sums have its rounding errors.
 
 
-class Coarse(nn.Module):
+class Coarse(Split):
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(D, 8 * D)
         self.down = nn.Linear(8 * D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         group = self.group
@@ -1456,18 +1375,10 @@ class Coarse(nn.Module):
 
 
 def coarse_subject(bug: str):
-    def parallelize(model, group):
-        model[1].up.weight = piece(model[1].up.weight, group)
-        model[1].up.bias = piece(model[1].up.bias, group)
-        model[1].down.weight = piece(model[1].down.weight, group, 1)
-        model[1].group = group
-        model[1].bug = bug
-        return model
-
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Coarse(), nn.LayerNorm(D))
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), Coarse(), nn.LayerNorm(D)),
+        cutting(bug, "1"),
+    )
 
 
 # ---- A block whose norm and what it reads can be in front of f, behind it, or both.
@@ -1481,7 +1392,7 @@ class CopyInBFloat16(Copy):
         return Copy.backward(ctx, grad.bfloat16())[0].to(grad), None
 
 
-class Feed(nn.Module):
+class Feed(Split):
     """A norm, two linears, and as a second summand the input or the norm's output."""
 
     def __init__(self, adds_norm: bool = False):
@@ -1490,8 +1401,6 @@ class Feed(nn.Module):
         self.norm = nn.LayerNorm(D)
         self.up = nn.Linear(D, 2 * D)
         self.down = nn.Linear(2 * D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         n = self.norm(x)
@@ -1602,10 +1511,12 @@ class Branches(nn.Module):
 
 
 def branches_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model.a, group, bug)
-        split_feed(model.b, group, bug)
-        return model
+    parallelize = cutting(
+        bug,
+        "",
+        "a.up.weight a.up.bias b.up.weight b.up.bias",
+        "a.down.weight b.down.weight",
+    )
 
     def batch(step):
         x, y, target = torch.randn(3, 3, S, D)
@@ -1617,12 +1528,11 @@ def branches_subject(bug: str):
 # ---- What a model returns: the loss gets all of it.
 
 
-class Outputs(nn.Module):
+class Outputs(Split):
     def __init__(self):
         super().__init__()
         self.feed = Feed()
         self.router = nn.Linear(D, 4)
-        self.bug = ""
 
     def forward(self, x):
         x = self.feed(x)
@@ -1633,10 +1543,7 @@ class Outputs(nn.Module):
 
 
 def outputs_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model.feed, group)
-        model.bug = bug
-        return model
+    parallelize = cutting(bug, "feed")
 
     subject = renamed_subject("")
     subject.build = Outputs
@@ -1650,13 +1557,11 @@ def outputs_subject(bug: str):
 # ---- A replicated table, of which each rank takes its own rows as a head.
 
 
-class Table(nn.Module):
+class Table(Split):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(V, D)
         self.norm = nn.LayerNorm(D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, tokens):
         x = self.norm(self.embed(tokens))
@@ -1671,24 +1576,17 @@ class Table(nn.Module):
 
 
 def table_subject(bug: str):
-    def parallelize(model, group):
-        model.group = group
-        model.bug = bug
-        return model
-
-    return SimpleNamespace(build=Table, parallelize=parallelize, batch=tokens_batch)
+    return subject_of(Table, cutting(bug, "", "", ""), batch=tokens_batch)
 
 
 # ---- A sharded embedding with a padding_idx.
 
 
-class Padded(nn.Module):
+class Padded(Split):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(V, D, padding_idx=2)
         self.head = nn.Linear(D, V)
-        self.group = None
-        self.bug = ""
 
     def forward(self, tokens):
         if self.group is None:
@@ -1705,11 +1603,7 @@ class Padded(nn.Module):
 
 
 def padded_subject(bug: str):
-    def parallelize(model, group):
-        model.embed.weight = piece(model.embed.weight, group)
-        model.group = group
-        model.bug = bug
-        return model
+    parallelize = cutting(bug, "embed", "weight", "")
 
     def batch(step):
         tokens = torch.arange(2 * V).view(6, 10) % V  # all of them
@@ -1721,17 +1615,15 @@ def padded_subject(bug: str):
 # ---- A buffer that train mode changes, by statistics of a shard.
 
 
-class Moments(nn.Module):
+class Moments(Split):
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(D, 2 * D)
         self.down = nn.Linear(2 * D, D, bias=False)
         self.register_buffer("average", torch.ones(()))
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
-        h = self.up(x if self.group is None else Copy.apply(x, self.group))
+        h = self.up(self.f(x))
         if self.training:
             mean = h.detach().abs().mean()
             if self.group is not None and not self.bug.startswith("own mean"):
@@ -1742,15 +1634,11 @@ class Moments(nn.Module):
             else:
                 self.average.mul_(0.5).add_(0.5 * mean)
         y = F.linear((h / self.average).relu(), self.down.weight)
-        return x + (y if self.group is None else Sum.apply(y, self.group))
+        return x + (self.g(y))
 
 
 def moments_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(Moments, parallelize)
+    return after_linear(Moments, cutting(bug, "1"))
 
 
 class KeptMoments(Moments):
@@ -1803,23 +1691,17 @@ class Gated(Feed):
 
 
 def gated_expert_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(Gated, parallelize)
+    return after_linear(Gated, cutting(bug, "1"))
 
 
 # ---- Rows of other ranks' tokens are masked outside of the embedding. A soft cap.
 
 
-class Capped(nn.Module):
+class Capped(Split):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(V, D)
         self.feed = Feed()
-        self.group = None
-        self.bug = ""
 
     def rows(self, tokens):
         if self.group is None:
@@ -1837,12 +1719,9 @@ class Capped(nn.Module):
 
 
 def capped_subject(bug: str):
-    def parallelize(model, group):
-        model.embed.weight = piece(model.embed.weight, group)
-        split_feed(model.feed, group)
-        model.group = group
-        model.bug = bug
-        return model
+    parallelize = cutting(
+        bug, "", "embed.weight feed.up.weight feed.up.bias", "feed.down.weight"
+    )
 
     def batch(step):
         return torch.randint(V, (3, S)), torch.randn(3, S, D)
@@ -1853,21 +1732,19 @@ def capped_subject(bug: str):
 # ---- An attention of four linears, and masks.
 
 
-class Masked(nn.Module):
+class Masked(Split):
     def __init__(self):
         super().__init__()
         self.q = nn.Linear(D, D)
         self.k = nn.Linear(D, D)
         self.v = nn.Linear(D, D)
         self.o = nn.Linear(D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def linears(self):
         return self.q, self.k, self.v
 
     def forward(self, x):
-        h = x if self.group is None else Copy.apply(x, self.group)
+        h = self.f(x)
         parts = []
         for linear in self.linears():
             parts.append(linear(h).unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
@@ -1878,7 +1755,7 @@ class Masked(nn.Module):
             mask = mask.triu(-2)
         y = F.scaled_dot_product_attention(*parts, attn_mask=mask)
         y = F.linear(y.transpose(1, 2).flatten(2), self.o.weight)
-        return x + (y if self.group is None else Sum.apply(y, self.group))
+        return x + (self.g(y))
 
 
 class Listed(Masked):
@@ -1925,10 +1802,10 @@ class Normed(Feed):
         self.norm = nn.BatchNorm1d(2 * D)
 
     def forward(self, x):
-        h = 0.1 * (x if self.group is None else Copy.apply(x, self.group))
+        h = 0.1 * (self.f(x))
         h = self.norm(self.up(h).transpose(1, 2)).transpose(1, 2).relu()
         y = F.linear(h, self.down.weight)
-        return y if self.group is None else Sum.apply(y, self.group)
+        return self.g(y)
 
 
 def normed_subject(bug: str):
@@ -1948,13 +1825,12 @@ def normed_subject(bug: str):
 # ---- GroupNorm on channels that are split.
 
 
-class Channels(nn.Module):
+class Channels(Split):
     def __init__(self):
         super().__init__()
         self.up = nn.Conv1d(S, 2 * D, 3, padding=1)
         self.norm = nn.GroupNorm(4, 2 * D)
         self.down = nn.Conv1d(2 * D, S, 3, padding=1, bias=False)
-        self.group = None
 
     def forward(self, x):
         if self.group is None:
@@ -2020,7 +1896,7 @@ class GatedRows(Feed):
                 gate = Copy.apply(gate, self.group)
         h = F.linear(x, rows) * F.linear(x, gate).sigmoid()
         y = F.linear(h, self.down.weight)
-        return y if self.group is None else Sum.apply(y, self.group)
+        return self.g(y)
 
 
 def gated_rows_subject(bug: str):
@@ -2052,26 +1928,21 @@ class Averaged(Feed):
 
 
 def averaged_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        model[1].average = piece(model[1].average, group)
-        return model
-
-    return after_linear(Averaged, parallelize)
+    return after_linear(
+        Averaged, cutting(bug, "1", "up.weight up.bias average", "down.weight")
+    )
 
 
 # ---- Layers that are no modules: their weights are stacked.
 
 
-class Stacked(nn.Module):
+class Stacked(Split):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(2, D))
         self.up = nn.Parameter(torch.randn(2, 2 * D, D) / 4)
         self.down = nn.Parameter(torch.randn(2, D, 2 * D) / 4)
         self.head = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         for scale, up, down in zip(self.scale, self.up, self.down):
@@ -2079,7 +1950,7 @@ class Stacked(nn.Module):
             if self.group is not None and not self.bug:
                 h = Copy.apply(h, self.group)
             y = F.linear(F.linear(h, up).relu(), down)
-            x = x + (y if self.group is None else Sum.apply(y, self.group))
+            x = x + (self.g(y))
         return self.head(x)
 
 
@@ -2120,14 +1991,12 @@ class Matrices(nn.Module):
         return [F.linear(x, weight) for weight in self.weights]
 
 
-class Mix(nn.Module):
-    bug = ""
-
+class Mix(Split):
     def forward(self, x):
         return (Rolled.apply(x) if self.bug == "rolled" else x).tanh()
 
 
-class Turned(nn.Module):
+class Turned(Split):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(D)
@@ -2136,21 +2005,18 @@ class Turned(nn.Module):
         self.down = nn.Linear(2 * D, D, bias=False)
         angles = torch.arange(S)[:, None] / (1 + torch.arange(D // 2))
         self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.bug == "input summed":
             x = Sum.apply(x, self.group)
         h = torch.view_as_complex(self.mix(self.norm(x)).unflatten(-1, (-1, 2)))
         h = torch.view_as_real(h * self.turns).flatten(-2)
-        if self.group is not None:
-            h = Copy.apply(h, self.group)
+        h = self.f(h)
         gate, up = self.w12(h)
         if self.bug == "swapped":
             gate, up = up, gate
         y = self.down(gate.sigmoid() * up)
-        return y if self.group is None else Sum.apply(y, self.group)
+        return self.g(y)
 
 
 def turned_subject(bug: str):
@@ -2179,12 +2045,10 @@ class GatherPartial(Gather):
         return Gather.backward(ctx, Copy.backward(ctx, grad)[0])
 
 
-class Spread(nn.Module):
+class Spread(Split):
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList([nn.Linear(D, D) for _ in range(EXPERTS)])
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -2263,11 +2127,7 @@ class Closed(Feed):
 
 
 def closed_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(Closed, parallelize)
+    return after_linear(Closed, cutting(bug, "1"))
 
 
 # ---- Dropout of other kinds, in a class whose name has the word.
@@ -2300,11 +2160,7 @@ class DropoutFeed(Feed):
 
 
 def drops_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(DropoutFeed, parallelize)
+    return after_linear(DropoutFeed, cutting(bug, "1"))
 
 
 # ---- A bias that rank 0 adds, and one that all do. A copy may have no gradient.
@@ -2377,9 +2233,7 @@ class Mapped(Feed):
 
 
 def sparse_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
+    parallelize = cutting(bug, "1")
 
     def build():
         table = nn.Embedding(V, D, sparse=True)
@@ -2413,9 +2267,7 @@ class Several(nn.Module):
 
 
 def several_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model.feed, group)
-        return model
+    parallelize = cutting("", "feed")
 
     def loss(output, target, group):
         factor = 1 if group is None or not bug else 1.5
@@ -2446,32 +2298,32 @@ class Packs(nn.Module):
 
 
 def packs_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model.layers[0], group, bug)
-        split_feed(model.layers[1], group)
-        return model
-
-    return subject_of(Packs, parallelize)
+    return subject_of(
+        Packs,
+        cutting(
+            bug,
+            "layers",
+            "0.up.weight 0.up.bias 1.up.weight 1.up.bias",
+            "0.down.weight 1.down.weight",
+        ),
+    )
 
 
 # ---- A list of matrices that each rank numbers from 0; a tensor changed in place.
 
 
-class Weights(nn.Module):
+class Weights(Split):
     def __init__(self):
         super().__init__()
         parts = [nn.Parameter(torch.randn(D, D)) for _ in range(EXPERTS)]
         self.parts = nn.ParameterList(parts)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
+        x = self.f(x)
         y = sum((x @ part).tanh() for part in self.parts)
         if self.bug == "list scaled":
             y = 1.5 * y
-        return y if self.group is None else Sum.apply(y, self.group)
+        return self.g(y)
 
 
 def weights_subject(bug: str):
@@ -2508,9 +2360,7 @@ class InPlace(Feed):
 
 
 def in_place_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
+    parallelize = cutting(bug, "1")
 
     build = lambda: nn.Sequential(nn.Linear(D, D), InPlace(), nn.Linear(D, D))
     return subject_of(build, parallelize)
@@ -2529,11 +2379,9 @@ class Inner(Feed):
 
 
 def inner_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return subject_of(lambda: nn.Sequential(nn.LayerNorm(D), Inner()), parallelize)
+    return subject_of(
+        lambda: nn.Sequential(nn.LayerNorm(D), Inner()), cutting(bug, "1")
+    )
 
 
 # ---- Gates and values of a unit together in one weight, so that one slice is right.
@@ -2545,33 +2393,27 @@ class Units(Feed):
         self.gate_up = nn.Linear(D, 4 * D, bias=False)
 
     def forward(self, x):
-        h = x if self.group is None else Copy.apply(x, self.group)
+        h = self.f(x)
         gate, up = self.gate_up(h).unflatten(-1, (-1, 2)).unbind(-1)
         y = self.down(gate.sigmoid() * up)
-        if self.group is not None:
-            y = Sum.apply(y, self.group)
+        y = self.g(y)
         return y + 0.1 * y.roll(1, -1) if self.bug == "units rolled" else y
 
 
 def units_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        model[1].gate_up.weight = piece(model[1].gate_up.weight, group)
-        return model
-
-    return after_linear(Units, parallelize)
+    return after_linear(
+        Units, cutting(bug, "1", "up.weight up.bias gate_up.weight", "down.weight")
+    )
 
 
 # ---- Each rank computes two linears on its own rows.
 
 
-class Divided(nn.Module):
+class Divided(Split):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(D, D)
         self.second = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -2583,10 +2425,7 @@ class Divided(nn.Module):
 
 
 def divided_subject(bug: str):
-    def parallelize(model, group):
-        model.group = group
-        model.bug = bug
-        return model
+    parallelize = cutting(bug, "", "", "")
 
     def after_backward(model):
         for p in model.parameters():
@@ -2600,10 +2439,7 @@ def divided_subject(bug: str):
 # ---- An embedding that masks rows of other ranks, and biases in one parameter.
 
 
-class TableRows(nn.Embedding):
-    group = None
-    bug = ""
-
+class TableRows(nn.Embedding, Split):
     def forward(self, tokens):
         if self.group is None:
             return super().forward(tokens)
@@ -2614,11 +2450,7 @@ class TableRows(nn.Embedding):
 
 
 def table_rows_subject(bug: str):
-    def parallelize(model, group):
-        model[0].weight = piece(model[0].weight, group)
-        model[0].group = group
-        model[0].bug = bug
-        return model
+    parallelize = cutting(bug, "0", "weight", "")
 
     subject = subject_of(
         lambda: nn.Sequential(TableRows(V, D), nn.Linear(D, V)), parallelize
@@ -2639,14 +2471,10 @@ class Biases(Feed):
 
 
 def biases_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(Biases, parallelize)
+    return after_linear(Biases, cutting(bug, "1"))
 
 
-class Rates(nn.Module):
+class Rates(Split):
     """A gate made of a row-parallel output, as the steps of a state space model."""
 
     def __init__(self):
@@ -2655,8 +2483,6 @@ class Rates(nn.Module):
         self.narrow = nn.Linear(2 * D, D, bias=False)
         self.rate = nn.Linear(D // 2, 2 * D)
         self.down = nn.Linear(2 * D, D, bias=False)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -2672,26 +2498,25 @@ class Rates(nn.Module):
 
 
 def rates_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        model[1].narrow.weight = piece(model[1].narrow.weight, group, 1)
-        model[1].rate.weight = piece(model[1].rate.weight, group)
-        model[1].rate.bias = piece(model[1].rate.bias, group)
-        return model
-
-    return after_linear(Rates, parallelize)
+    return after_linear(
+        Rates,
+        cutting(
+            bug,
+            "1",
+            "up.weight up.bias rate.weight rate.bias",
+            "down.weight narrow.weight",
+        ),
+    )
 
 
 # ---- Several modules read one tensor, as the layers of a decoder read a memory.
 
 
-class Memory(nn.Module):
+class Memory(Split):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(D)
         self.readers = nn.ModuleList([Feed(), Feed(), Feed()])
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         memory = self.norm(x)
@@ -2730,23 +2555,18 @@ class PostNormed(Feed):
 
 
 def post_normed_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        return model
-
-    return after_linear(PostNormed, parallelize)
+    return after_linear(PostNormed, cutting(bug, "1"))
 
 
 # ---- Rows of two outputs and a parameter; the loss compares the rows of all ranks.
 
 
-class Towers(nn.Module):
+class Towers(Split):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(D, D)
         self.second = nn.Linear(D, D)
         self.scale = nn.Parameter(torch.ones(1))
-        self.group = None
 
     def forward(self, x):
         if self.group is not None:
@@ -2755,9 +2575,7 @@ class Towers(nn.Module):
 
 
 def towers_subject(bug: str):
-    def parallelize(model, group):
-        model.group = group
-        return model
+    parallelize = cutting("", "", "", "")
 
     def loss(output, target, group):
         first, second, scale = output
@@ -2781,12 +2599,10 @@ def towers_subject(bug: str):
 # ---- Rows are gathered in front of a linear, and sliced behind it.
 
 
-class Gathered(nn.Module):
+class Gathered(Split):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(D, D)
-        self.group = None
-        self.bug = ""
 
     def forward(self, x):
         if self.group is None:
@@ -2813,12 +2629,7 @@ class Sliced(nn.Module):
 
 
 def sliced_subject(bug: str):
-    def parallelize(model, group):
-        model.rows.group = group
-        model.rows.bug = bug
-        return model
-
-    return subject_of(Sliced, parallelize)
+    return subject_of(Sliced, cutting(bug, "", "", ""))
 
 
 # ---- An optimizer with an average of weights, and another rate of shards.
@@ -2848,12 +2659,11 @@ def average_subject(bug: str):
 # ---- What the first layer returns is also an output of the model.
 
 
-class States(nn.Module):
+class States(Split):
     def __init__(self):
         super().__init__()
         self.first = Feed()
         self.second = Feed()
-        self.bug = ""
 
     def forward(self, x):
         state = self.first(x)
@@ -2900,14 +2710,10 @@ class Routed(Split):
         return x + self.g(self.down(h * weights)), second
 
 
-CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
-
-
 def routed_subject(bug: str):
     loss = lambda output, target: F.mse_loss(output[0], target) + output[1]
     build = lambda: nn.Sequential(nn.Linear(D, D), Routed())
-    cuts = {f"1.{name}": dim for name, dim in CUTS.items()}
-    return cut_subject(bug, build, cuts, loss=loss)
+    return subject_of(build, cutting(bug, "1"), loss=loss)
 
 
 class Looped(Split):
@@ -2937,8 +2743,7 @@ class GatedLayer(Split):
 
 
 def looped_subject(bug: str):
-    cuts = {f"layer.{name}": dim for name, dim in CUTS.items()}
-    return cut_subject(bug, Looped, {**cuts, "layer.gate.weight": 0})
+    return subject_of(Looped, cutting(bug, "layer", "gate.weight up.weight up.bias"))
 
 
 # ---- Quantized weights with a scale per group; a convolution behind a fused linear.
@@ -2956,11 +2761,9 @@ class Scaled(Split):
 
 
 def scaled_subject(bug: str):
-    cuts = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.scale": 1}
-    if bug == "scale in full":
-        del cuts["1.scale"]
+    columns = "1.weight" if bug == "scale in full" else "1.weight 1.scale"
     build = lambda: nn.Sequential(FLinear(D, 2 * D), Scaled(), nn.Linear(D, D))
-    return cut_subject(bug, build, cuts)
+    return subject_of(build, cutting(bug, "", "0.weight 0.bias", columns))
 
 
 class FLinear(nn.Linear, Split):
@@ -2984,8 +2787,7 @@ class Convolved(Split):
 
 
 def convolved_subject(bug: str):
-    subject = cut_subject(bug, Convolved, {"out.weight": 1})
-    cut = subject.parallelize
+    cut = cutting(bug, "", "", "out.weight")
 
     def parallelize(model, group):
         model.mixed.weight = piece(model.mixed.weight, group, 0, 2)
@@ -2994,8 +2796,7 @@ def convolved_subject(bug: str):
         model.conv.groups //= group.size()
         return cut(model, group)
 
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Convolved, parallelize)
 
 
 # ---- A rank without targets, or with a mask of nothing; a loss of sharded logits.
@@ -3046,10 +2847,8 @@ def counted_subject(bug: str):
         whole = Gather.apply(output.transpose(1, 2), group, False)
         return F.cross_entropy(whole, target)
 
-    cuts = {"head.weight": 0, "head.bias": 0}
-    if bug == "no targets":
-        cuts = {}
-    return cut_subject(bug, Counted, cuts, batch=batch, loss=loss)
+    rows = "" if bug == "no targets" else "head.weight head.bias"
+    return subject_of(Counted, cutting(bug, "", rows, ""), batch=batch, loss=loss)
 
 
 def entropy_subject(bug: str):
@@ -3064,7 +2863,8 @@ def entropy_subject(bug: str):
         entropy = entropy if bug == "own columns" else here.g(entropy)
         return entropy.mean() + total.mean()
 
-    return cut_subject("", Counted, {"head.weight": 0, "head.bias": 0}, loss=loss)
+    cut = cutting("", "", "head.weight head.bias", "")
+    return subject_of(Counted, cut, loss=loss)
 
 
 MODELS = {
