@@ -478,13 +478,11 @@ class Pair(Split):
         self.down = nn.Linear(2 * D, D)
 
     def forward(self, x):
-        if self.group is None:
-            return self.down(self.up(x).tanh())
-        if self.bug != "no f":
-            f = CopyInFloat32 if self.bug == "f in float32" else Copy
-            x = f.apply(x, self.group)
-        y = F.linear(self.up(x).tanh(), self.down.weight)
-        return Sum.apply(y, self.group) + self.down.bias
+        if self.bug == "f in float32":
+            x = CopyInFloat32.apply(x, self.group)
+        else:
+            x = self.f(x, self.bug != "no f")
+        return self.g(F.linear(self.up(x).tanh(), self.down.weight)) + self.down.bias
 
 
 def split_pair(pair, group, bug: str) -> None:
@@ -567,12 +565,8 @@ class Integers(Split):
         self.down = nn.Linear(2 * D, D, bias=False)
 
     def forward(self, x):
-        if self.group is None:
-            return self.down((self.A(x) + F.linear(x, self.up.to(x) / 100)).tanh())
-        if self.bug != "no f":
-            x = Copy.apply(x, self.group)
-        h = (self.A(x) + F.linear(x, self.up.to(x) / 100)).tanh()
-        return Sum.apply(self.down(h), self.group)
+        x = self.f(x, self.bug != "no f")
+        return self.g(self.down((self.A(x) + F.linear(x, self.up.to(x) / 100)).tanh()))
 
 
 class Stepper:
@@ -1680,13 +1674,10 @@ class Gated(Feed):
 
     def forward(self, x):
         shared = self.gate(x).sigmoid() * self.shared(x)
-        if self.group is None:
-            return shared + self.down(self.up(x).relu())
-        h = self.up(Copy.apply(x, self.group)).relu()
-        y = F.linear(h, self.down.weight)
+        y = self.down(self.up(self.f(x)).relu())
         if self.bug == "gated, before":
-            return Sum.apply(shared + y, self.group)
-        y = Sum.apply(y, self.group)
+            return self.g(shared + y)
+        y = self.g(y)
         return y if self.bug == "gated, left out" else shared + y
 
 
@@ -1833,10 +1824,7 @@ class Channels(Split):
         self.down = nn.Conv1d(2 * D, S, 3, padding=1, bias=False)
 
     def forward(self, x):
-        if self.group is None:
-            return self.down(self.norm(self.up(x)).relu())
-        h = self.norm(self.up(Copy.apply(x, self.group))).relu()
-        return Sum.apply(self.down(h), self.group)
+        return self.g(self.down(self.norm(self.up(self.f(x))).relu()))
 
 
 def channels_subject(bug: str):
@@ -1947,8 +1935,7 @@ class Stacked(Split):
     def forward(self, x):
         for scale, up, down in zip(self.scale, self.up, self.down):
             h = x * scale
-            if self.group is not None and not self.bug:
-                h = Copy.apply(h, self.group)
+            h = self.f(h, not self.bug)
             y = F.linear(F.linear(h, up).relu(), down)
             x = x + (self.g(y))
         return self.head(x)
@@ -2347,12 +2334,8 @@ class InPlace(Feed):
         self.post = nn.LayerNorm(D)
 
     def forward(self, x):
-        h = self.norm(x)
-        if self.group is None:
-            y = self.post(self.down(self.up(h).relu()))
-        else:
-            h = self.up(Copy.apply(h, self.group)).relu()
-            y = self.post(Sum.apply(F.linear(h, self.down.weight), self.group))
+        h = self.up(self.f(self.norm(x))).relu()
+        y = self.post(self.g(self.down(h)))
         y += x
         if self.bug == "added twice":
             y += x
@@ -2485,16 +2468,12 @@ class Rates(Split):
         self.down = nn.Linear(2 * D, D, bias=False)
 
     def forward(self, x):
-        if self.group is None:
-            h = self.up(x)
-            part = self.narrow(h)[..., : D // 2]
-            return self.down(self.rate(part).sigmoid() * h)
-        h = self.up(Copy.apply(x, self.group))
+        h = self.up(self.f(x))
         part = self.narrow(h)
         if self.bug != "not summed":
-            part = Sum.apply(part, self.group)
-        part = Copy.apply(part, self.group)[..., : D // 2]
-        return Sum.apply(self.down(self.rate(part).sigmoid() * h), self.group)
+            part = self.g(part)
+        part = self.f(part)[..., : D // 2]
+        return self.g(self.down(self.rate(part).sigmoid() * h))
 
 
 def rates_subject(bug: str):
@@ -2546,12 +2525,10 @@ class PostNormed(Feed):
     """The norm is behind the linears."""
 
     def forward(self, x):
-        if self.group is None:
-            return x + self.norm(self.down(self.up(x).relu()))
-        y = self.down(self.up(Copy.apply(x, self.group)).relu())
+        y = self.down(self.up(self.f(x)).relu())
         if self.bug == "norm of partial sums":
-            return x + Sum.apply(self.norm(y), self.group)
-        return x + self.norm(Sum.apply(y, self.group))
+            return x + self.g(self.norm(y))
+        return x + self.norm(self.g(y))
 
 
 def post_normed_subject(bug: str):

@@ -54,6 +54,17 @@ NAN = (
     "nothing): sum over the ranks what is divided and the counts, then divide."
 )
 
+TWO_PASSES = (
+    "One batch has another gradient in each pass, with the same parameters: the result "
+    "of an asynchronous collective may be used before wait() (a race), or the model "
+    "uses something of the pass before."
+)
+WAIT = (
+    "Call wait() on what all_reduce(…, async_op=True) returns before its result is "
+    "read, also in backward. Otherwise look for what is stored from one pass to the "
+    "next: a buffer, a cache, a hook."
+)
+
 
 def kind(wanted: Kind) -> Callable:
     """A test: is the subject related to the full model in this way?"""
@@ -345,12 +356,8 @@ FAULTS = [
         where="lesson 01, bug f"),
     # ---- Gradients of parameters
     Fault(of=TwoPasses, key="two passes differ", test=TwoPasses.differ,
-        what="One batch has another gradient in each pass, with the same parameters: "
-        "the result of an asynchronous collective may be used before wait() (a race), "
-        "or the model uses something of the pass before.",
-        change="Call wait() on what all_reduce(…, async_op=True) returns before its "
-        "result is read, also in backward. Otherwise look for what is stored from one "
-        "pass to the next: a buffer, a cache, a hook.",
+        what=TWO_PASSES,
+        change=WAIT,
         where="lesson 00, section 6"),
     Fault(of=Gradient, key="gradient frozen on the ranks", test=kind(Kind.NOT_TRAINED),
         what="The full model trains this parameter, and on the ranks it has "
@@ -638,13 +645,8 @@ FAULTS = [
         "and for a rate that depends on the rank.",
         where="notebook 12, fault 8"),
     Fault(of=Update, key="two passes differ", test=Update.differs_in_first_step,
-        what="The gradient is right in one pass of the first batch and wrong in "
-        "another, with the same parameters: the result of an asynchronous collective "
-        "may be used before wait() (a race), or the model uses something of the pass "
-        "before.",
-        change="Call wait() on what all_reduce(…, async_op=True) returns before its "
-        "result is read, also in backward. Otherwise look for what is stored from one "
-        "pass to the next: a buffer, a cache, a hook.",
+        what=TWO_PASSES,
+        change=WAIT,
         where="lesson 00, section 6"),
     Fault(of=Update, key="gradient of a later step", test=Update.wrong_gradient,
         what="The gradient is right in the first step and wrong in a later one, with "
@@ -708,21 +710,14 @@ FAULTS = [
         "or dims may put a shard in another group. A learning rate may be made from "
         "its shape.",
         where="notebook 12, fault 9"),
-    Fault(of=Update, key="update",
-        test=lambda u: "optimizer" in u.case.first.has and u.is_wrong,
+    Fault(of=Update, key="update", test=lambda u: u.is_wrong,
         what="The gradients after clip() are right and the updated parameter is not: "
         "the optimizer may not be elementwise (it takes a norm or a matrix product of "
-        "a shard), or has other settings here (betas, eps, a learning rate from the "
-        "shape).",
+        "a shard), has other settings here (betas, eps, a learning rate from the "
+        "shape), or something else changes the parameter.",
         change="Gather what the optimizer needs of the full parameter (its norm, its "
         "shape) and slice the result along the same dim, or use an elementwise "
-        "optimizer. Does code after the step send or copy parameters?",
+        "optimizer. Look for hooks on it, and for code that assigns, sends or copies "
+        "parameters.",
         where="notebook 12, fault 9"),
-    Fault(of=Update, key="update changed", test=lambda u: u.is_wrong,
-        what="The gradients after clip() are right, the optimizer is AdamW, and the "
-        "parameter is wrong after the step: something else changes it or its "
-        "gradient.",
-        change="Look for hooks on the parameter or the optimizer, and for code that "
-        "assigns p.data.",
-        where="lesson 02"),
 ]  # fmt: skip
