@@ -108,6 +108,10 @@ def cutting(bug: str, at: str = "", rows="up.weight up.bias", columns="down.weig
     return parallelize
 
 
+def split_feed(feed, group, bug: str = "") -> None:
+    cutting(bug)(feed, group)
+
+
 def tokens_batch(step):
     tokens, target = torch.randint(V, (2, 3, S))
     return tokens, target
@@ -403,10 +407,7 @@ def recomputed_subject(bug: str):
         model[1].keeps_state = bug != "state not kept"
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(Mlp(), Recomputed())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(lambda: nn.Sequential(Mlp(), Recomputed()), parallelize)
 
 
 # ---- Two inputs of different lengths, a parameter without dims, BatchNorm, noise.
@@ -485,24 +486,13 @@ class Pair(Split):
         return self.g(F.linear(self.up(x).tanh(), self.down.weight)) + self.down.bias
 
 
-def split_pair(pair, group, bug: str) -> None:
-    pair.up.weight = piece(pair.up.weight, group)
-    pair.up.bias = piece(pair.up.bias, group)
-    pair.down.weight = piece(pair.down.weight, group, 1)
-    pair.group = group
-    pair.bug = bug
-
-
 def pairs_subject(bug: str):
     def parallelize(model, group):
         for pair in model:
-            split_pair(pair, group, bug)
+            split_feed(pair, group, bug)
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(Pair(), Pair())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(lambda: nn.Sequential(Pair(), Pair()), parallelize)
 
 
 def float32_loss_subject(bug: str):
@@ -547,10 +537,7 @@ def lists_subject(bug: str):
         own.group = group
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.LayerNorm(D), Heads())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(lambda: nn.Sequential(nn.LayerNorm(D), Heads()), parallelize)
 
 
 # ---- A frozen weight of integers, and what optimizers people write.
@@ -580,13 +567,11 @@ class Stepper:
 
 
 def integers_subject(bug: str):
-    parallelize = cutting(bug, "1", "up A.weight A.bias", "down.weight")
-
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.LayerNorm(D), Integers())
-    subject.parallelize = parallelize
-    subject.optimizer = Stepper
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.LayerNorm(D), Integers()),
+        cutting(bug, "1", "up A.weight A.bias", "down.weight"),
+        optimizer=Stepper,
+    )
 
 
 # ---- Experts: each is on one rank, so ranks have parameters of different names.
@@ -803,12 +788,7 @@ class Leaky(torch.autograd.Function):
 
 
 def split_block(block, group, bug: str = "") -> None:
-    block.up.weight = piece(block.up.weight, group)
-    block.up.bias = piece(block.up.bias, group)
-    block.gain = piece(block.gain, group)
-    block.down.weight = piece(block.down.weight, group, 1)
-    block.group = group
-    block.bug = bug
+    cutting(bug, "", "up.weight up.bias gain")(block, group)
 
 
 def clip_blocks(bug: str):
@@ -970,10 +950,10 @@ def rows_subject(bug: str):
             linear.weight.register_post_accumulate_grad_hook(overwrite)
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False))
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False)),
+        parallelize,
+    )
 
 
 # ---- Pieces that are gathered by columns.
@@ -1012,13 +992,11 @@ class Slice(Rows):
 
 
 def convolution_subject(bug: str):
-    parallelize = cutting(bug, "1", "", "weight")
-
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Convolution(S, 4, 3))
-    subject.parallelize = parallelize
-    subject.batch = lambda step: (torch.randn(3, S, D), torch.randn(3, 4, D - 2))
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), Convolution(S, 4, 3)),
+        cutting(bug, "1", "", "weight"),
+        batch=lambda step: (torch.randn(3, S, D), torch.randn(3, 4, D - 2)),
+    )
 
 
 # ---- A stack that returns its norm's output, with a Python attribute on it.
@@ -1128,13 +1106,12 @@ def join_subject(bug: str):
         model[0].weight = piece(model[0].weight, group)
         model[0].bias = piece(model[0].bias, group)
         model[1] = Join(group)
-        split_pair(model[2], group, bug)
+        split_feed(model[2], group, bug)
         return model
 
-    subject = stack_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), nn.Identity(), Pair())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Identity(), Pair()), parallelize
+    )
 
 
 # ---- Parameters that are no pieces, or that a rank does not use.
@@ -1272,10 +1249,7 @@ def unused_subject(bug: str):
         layer.group = group
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Unused())
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(lambda: nn.Sequential(nn.Linear(D, D), Unused()), parallelize)
 
 
 # ---- A partial sum that is reduce-scattered by the module around it.
@@ -1305,12 +1279,10 @@ def scattered_subject(bug: str):
         )
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(
-        nn.Linear(D, 2 * D), Scattered(), nn.Linear(D, D)
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, 2 * D), Scattered(), nn.Linear(D, D)),
+        parallelize,
     )
-    subject.parallelize = parallelize
-    return subject
 
 
 # ---- A head in the model's own forward; what nothing uses is not on the ranks.
@@ -1419,24 +1391,15 @@ class Feed(Split):
         return y + (h if self.bug == "behind f" else rest)
 
 
-def split_feed(feed, group, bug: str = "") -> None:
-    feed.up.weight = piece(feed.up.weight, group)
-    feed.up.bias = piece(feed.up.bias, group)
-    feed.down.weight = piece(feed.down.weight, group, 1)
-    feed.group = group
-    feed.bug = bug
-
-
 def feeds_subject(bug: str):
     def parallelize(model, group):
         split_feed(model[1], group, "" if bug == "behind f" else bug)
         split_feed(model[2], group, bug if bug == "behind f" else "")
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Feed(), Feed(True))
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(
+        lambda: nn.Sequential(nn.Linear(D, D), Feed(), Feed(True)), parallelize
+    )
 
 
 # ---- Ranks compute in another layout than the full model.
@@ -1537,15 +1500,11 @@ class Outputs(Split):
 
 
 def outputs_subject(bug: str):
-    parallelize = cutting(bug, "feed")
-
-    subject = renamed_subject("")
-    subject.build = Outputs
-    subject.parallelize = parallelize
-    subject.loss = lambda output, target: (
-        F.mse_loss(output.logits, target) + output.second
+    return subject_of(
+        Outputs,
+        cutting(bug, "feed"),
+        loss=lambda output, target: F.mse_loss(output.logits, target) + output.second,
     )
-    return subject
 
 
 # ---- A replicated table, of which each rank takes its own rows as a head.
@@ -1771,12 +1730,12 @@ def masked_subject(bug: str, make=Masked):
         model.mix.bug = bug
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(
-        OrderedDict(norm=nn.LayerNorm(D), mix=make(), head=nn.Linear(D, D))
+    return subject_of(
+        lambda: nn.Sequential(
+            OrderedDict(norm=nn.LayerNorm(D), mix=make(), head=nn.Linear(D, D))
+        ),
+        parallelize,
     )
-    subject.parallelize = parallelize
-    return subject
 
 
 def listed_subject(bug: str):
