@@ -491,10 +491,11 @@ def test_a_nan_is_no_race_and_a_factor_says_t():
 
 
 def test_with_wide_limits_a_clear_relation_comes_first():
-    """In bfloat16, one element a little off says less than a factor of 2."""
-    kinds = {"norm": Kind.UNEXPLAINED, "bias": Kind.FACTOR}
-    case = SimpleNamespace(begins={"bias": 0, "norm": 1}.get)
-    for is_wide, expected in ((False, ["norm", "bias"]), (True, ["bias"])):
+    """In bfloat16, one element a little off says less than a factor of 2, or than
+    replicas that differ."""
+    kinds = {"norm": Kind.UNEXPLAINED, "up": Kind.REPLICAS, "bias": Kind.FACTOR}
+    case = SimpleNamespace(begins={"bias": 0, "up": 1, "norm": 2}.get)
+    for is_wide, expected in ((False, ["norm", "up", "bias"]), (True, ["up", "bias"])):
         search = findings.Search(case, is_wide)
         search.gradients_of = lambda what: {n: Relation(kinds[n]) for n in kinds}
         search.first_wrong_flow = lambda wrong: None
