@@ -286,25 +286,10 @@ class Case(Tensors):
             # A wide limit (bfloat16) makes nearly all a permutation of nearly all.
             if largest_off(grads, right) > 10 * largest_off(sorted_grads, sorted_right):
                 return Relation(Kind.PERMUTED)
-        if self.are_slices(grads, right, scale):
-            return Relation(Kind.SLICES)
         for ranks in self.replica_sets(name):
             if any(not near(grads[r], grads[ranks[0]], scale) for r in ranks):
                 return Relation(Kind.REPLICAS)
         return Relation(Kind.UNEXPLAINED)
-
-    def are_slices(self, grads: list, right: list, scale: float) -> bool:
-        """Has each rank of a replicated parameter the right gradient of some elements,
-        and no two ranks that of the same, if it is not right on all?"""
-        if any(not torch.equal(e, right[0]) for e in right) or not right[0].numel():
-            return False
-        limit = self.ruler.allowed * scale
-        is_near = torch.stack([(g - right[0]).abs() <= limit for g in grads])
-        count = is_near.sum(0)
-        alone = is_near & (count == 1)
-        if not ((count == 1) | (count == len(grads))).all():
-            return False
-        return bool(alone.flatten(1).any(1).all())
 
     def wrong_elements(self, name: str) -> str:
         """How much of a gradient is wrong, and where if these are a few rows."""

@@ -173,7 +173,6 @@ class Kind(Enum):
     USES = "of its uses"
     OTHERS = "another rank's piece"
     PERMUTED = "permuted"
-    SLICES = "right in another slice on each rank"
     REPLICAS = "differs between replicas"
     UNEXPLAINED = "unexplained"
 

@@ -54,6 +54,17 @@ NAN = (
     "nothing): sum over the ranks what is divided and the counts, then divide."
 )
 
+TWO_PASSES = (
+    "One batch has another gradient in each pass, with the same parameters: the result "
+    "of an asynchronous collective may be used before wait() (a race), or the model "
+    "uses something of the pass before."
+)
+WAIT = (
+    "Call wait() on what all_reduce(…, async_op=True) returns before its result is "
+    "read, also in backward. Otherwise look for what is stored from one pass to the "
+    "next: a buffer, a cache, a hook."
+)
+
 
 def kind(wanted: Kind) -> Callable:
     """A test: is the subject related to the full model in this way?"""
@@ -73,15 +84,11 @@ FAULTS = [
         "start from different models.",
         change="Build with the same seed on all ranks, or broadcast the parameters.",
         where="lesson 02, bug seed"),
-    Fault(of=Parameter, key="rounded", test=Parameter.rounded,
-        what="The values of this parameter are those of the full model, rounded to a "
-        "coarser format.",
-        change="Keep the parameter's dtype where the shard is made.",
-        where="beyond/08, why the order of a sum changes last bits"),
     Fault(of=Parameter, key="not a piece", test=Parameter.unknown_elements,
         what="The values of this parameter are in no parameter of the full model: "
-        "this rank has initialized it itself, or has combined or scaled it.",
-        change="Slice the full parameter instead of initializing the shard.",
+        "this rank has initialized it itself, or has combined, scaled or rounded it.",
+        change="Slice the full parameter instead of initializing the shard (with "
+        "random values: from_full copies the full model's into it).",
         where="lesson 02, bug seed"),
     Fault(of=Missing, key="missing", test=Missing.in_words,
         what="Some elements of the full model are on no rank, and others probably "
@@ -194,21 +201,6 @@ FAULTS = [
         change="Look for .float(), .bfloat16(), torch.float32 or a dtype in a "
         "constructor. If it is meant, let the full model do the same.",
         where="beyond/08, why the order of a sum changes last bits"),
-    Fault(of=Output, key="forward of an attention", test=Output.in_attention,
-        what="This attention gets the right input and returns a wrong output: its "
-        "mask, its scale, its positions, a norm, or the order of its heads is "
-        "another.",
-        change="Wrong at the first positions and right at the last one: a causal mask "
-        "is missing, or it is there and should not be. Wrong at the last positions "
-        "only: another window. Wrong in some samples only: the mask of padding. Right "
-        "at the first position only, with a causal mask: the scale (1/√ of a head's "
-        "width) or the positions (rotary, ALiBi's slopes). Wrong everywhere: also "
-        "look at which key/value head each query head reads (repeat_interleave, not "
-        "repeat), at a norm of q and k (of one head, or of all ranks' heads), at a "
-        "scale or a number of heads that is that of the local shard, at a table with "
-        "an entry per head (it is sliced like the heads), and at what every rank adds "
-        "before a sum.",
-        where="lesson 02, bug qkv; lesson 04, bug rotary"),
     Fault(of=Output, key="forward of the code between", test=lambda o: o.point.is_input,
         what="The modules before return the right tensors, as far as they can be "
         "compared, and this module makes a wrong one of them.",
@@ -328,13 +320,6 @@ FAULTS = [
         "0: look for detach(), no_grad(), or a backward that returns no gradient of "
         "this input.",
         where="lesson 01, the table of collectives and their backward"),
-    Fault(of=Flow, key="backward sum of slices", test=Flow.slices_summed,
-        what="The ranks hold slices of this tensor (of the tokens or samples), and "
-        "the gradient of each is the sum over all slices: it is summed over too many "
-        "ranks.",
-        change="Sum over the ranks that hold the same slice (the tp group, not all "
-        "ranks).",
-        where="lesson 05, MeshTraining.sum_gradients"),
     Fault(of=Flow, key="backward of a module", test=Flow.backward_of,
         what="The gradient that arrives here is right, and the gradient that is "
         "returned is wrong: the fault is in this module's own backward.",
@@ -371,12 +356,8 @@ FAULTS = [
         where="lesson 01, bug f"),
     # ---- Gradients of parameters
     Fault(of=TwoPasses, key="two passes differ", test=TwoPasses.differ,
-        what="One batch has another gradient in each pass, with the same parameters: "
-        "the result of an asynchronous collective may be used before wait() (a race), "
-        "or the model uses something of the pass before.",
-        change="Call wait() on what all_reduce(…, async_op=True) returns before its "
-        "result is read, also in backward. Otherwise look for what is stored from one "
-        "pass to the next: a buffer, a cache, a hook.",
+        what=TWO_PASSES,
+        change=WAIT,
         where="lesson 00, section 6"),
     Fault(of=Gradient, key="gradient frozen on the ranks", test=kind(Kind.NOT_TRAINED),
         what="The full model trains this parameter, and on the ranks it has "
@@ -523,26 +504,12 @@ FAULTS = [
         what="The gradient has the right elements in another order.",
         change="Check the order in which pieces are gathered or split.",
         where="lesson 02, bug qkv"),
-    Fault(of=Gradient, key="gradient slices", test=kind(Kind.SLICES),
-        what="Each rank has the right gradient of another slice of this replicated "
-        "parameter: somewhere forward uses only the rank's own slice of it (its rows "
-        "as a sharded head).",
-        change="Take the slice of a copy whose backward sums over the ranks (f on the "
-        "parameter), or sum the gradient of this use alone. If the parameter has no "
-        "other use, sum its gradient over the ranks.",
-        where="lesson 03, bug tie"),
-    Fault(of=Gradient, key="gradient of one row", test=Gradient.padding_row,
-        what="One row of this parameter has a gradient on a rank and none in the full "
-        "model, or the reverse.",
-        change="padding_idx is a row of the full table. On rank t this is row "
-        "padding_idx − t · rows of the shard, and only the rank that has the row has "
-        "a padding_idx.",
-        where="lesson 03, section 1"),
     Fault(of=Gradient, key="gradient reduced over other ranks",
         test=Gradient.is_reduced_wrongly,
         what="Ranks that hold the same piece have different gradients, although the "
         "right gradient arrives at this module, or ranks with different pieces have "
-        "the same one: what is done with the gradient afterwards is wrong.",
+        "the same one: what is done with the gradient afterwards is wrong, or what "
+        "uses the parameter outside of this module (its rows as a sharded head).",
         change="Look at the sums of gradients after backward: a sum over the wrong "
         "group (tp for dp) adds up pieces that do not belong together, and leaves "
         "replicas apart. If the loss has a derivative of the model in it (a gradient "
@@ -584,12 +551,6 @@ FAULTS = [
         change="Reduce what this backward pass has added, not p.grad: all-reduce in "
         "the backward of a function on the parameter or its input, or once after the "
         "last micro-batch.",
-        where="lesson 05, MeshTraining.sum_gradients"),
-    Fault(of=Accumulated, key="accumulation overwritten",
-        test=lambda a: a.is_times(0, 1),
-        what="The gradient is right after one backward pass; the second one has "
-        "overwritten it.",
-        change="Add to p.grad instead of assigning it.",
         where="lesson 05, MeshTraining.sum_gradients"),
     Fault(of=Accumulated, key="accumulation", test=lambda a: True,
         what="The gradient is right after one backward pass and wrong after two "
@@ -655,19 +616,13 @@ FAULTS = [
         "model was made parallel?",
         change="Make the optimizer after parallelize().",
         where="notebook 12, fault 2"),
-    Fault(of=Step, key="stale", test=lambda s: not s.case.unmatched and s.wrong_loss(),
-        what="The loss is right with the first parameters, and wrong after an update "
-        "that was right: the model still uses something that was computed from the "
-        "old parameters.",
-        change="Compute it in forward, or again after each step (a norm that was "
-        "stored, a copy or a merged form of a weight, a cache).",
-        where="lesson 03, bug tie: two parameters for one weight"),
     Fault(of=Step, key="later loss", test=Step.wrong_loss,
-        what="The loss is right with the first parameters, and wrong after an update. "
-        "Parameters that are no pieces of the full model's were not compared, so the "
-        "update of one of them may be wrong.",
-        change="Compare the gradients of those parameters yourself, or give them "
-        "names().",
+        what="The loss is right with the first parameters, and wrong after an update: "
+        "the model still uses something that was computed from the old ones, or a "
+        "parameter that was not compared has a wrong update.",
+        change="Compute it in forward, or again after each step (a norm that was "
+        "stored, a copy or a merged form of a weight, a cache). Compare the gradients "
+        "of parameters that the line “not compared” names, or give them names().",
         where="lesson 03, bug tie"),
     Fault(of=Step, key="norm", test=Step.wrong_norm,
         what="The norm of the gradient is wrong.",
@@ -690,13 +645,8 @@ FAULTS = [
         "and for a rate that depends on the rank.",
         where="notebook 12, fault 8"),
     Fault(of=Update, key="two passes differ", test=Update.differs_in_first_step,
-        what="The gradient is right in one pass of the first batch and wrong in "
-        "another, with the same parameters: the result of an asynchronous collective "
-        "may be used before wait() (a race), or the model uses something of the pass "
-        "before.",
-        change="Call wait() on what all_reduce(…, async_op=True) returns before its "
-        "result is read, also in backward. Otherwise look for what is stored from one "
-        "pass to the next: a buffer, a cache, a hook.",
+        what=TWO_PASSES,
+        change=WAIT,
         where="lesson 00, section 6"),
     Fault(of=Update, key="gradient of a later step", test=Update.wrong_gradient,
         what="The gradient is right in the first step and wrong in a later one, with "
@@ -717,17 +667,12 @@ FAULTS = [
         change="Update every shard as the full model does, with the same factor, as "
         "often, and from the same piece of the other weight.",
         where="notebook 12, fault 8"),
-    Fault(of=Update, key="update without gradient", test=Update.without_gradient,
-        what="The gradient is None on this rank and zero in the full model, so the "
-        "optimizer skips the parameter here: no weight decay, no momentum.",
-        change="Let every rank use the parameter (an expert without tokens, a padded "
-        "head), or set its gradient to zero before the step.",
-        where="notebook 12, fault 8"),
     Fault(of=Update, key="update missing", test=lambda u: u.missing() and u.others,
         what="The gradients are right, and some ranks have updated other parameters, "
         "but not this one.",
         change="Look for what leaves it out on these ranks: the broadcast by the rank "
-        "that updates it (ZeRO), or its place in the optimizer's groups.",
+        "that updates it (ZeRO), its place in the optimizer's groups, or a gradient "
+        "that is None there (an expert without tokens).",
         where="notebook 12, fault 8"),
     Fault(of=Update, key="update missing", test=Update.missing,
         what="The gradients are right, and some ranks have not updated this "
@@ -757,11 +702,6 @@ FAULTS = [
         change="All ranks need the same flags, norms, learning rates and optimizer "
         "state.",
         where="lesson 02, bug drift; notebook 12, fault 8"),
-    Fault(of=Update, key="update of another rank", test=Update.of_other_rank,
-        what="After the step, a rank has the values of another rank's piece.",
-        change="Look for a broadcast or a copy of parameters after the step: it may "
-        "send only what is replicated.",
-        where="notebook 12, fault 3"),
     Fault(of=Update, key="update by other settings", test=Update.other_settings,
         what="The gradients after clip() are right, and the optimizer updates this "
         "parameter as if with another learning rate or weight decay than in the full "
@@ -770,21 +710,14 @@ FAULTS = [
         "or dims may put a shard in another group. A learning rate may be made from "
         "its shape.",
         where="notebook 12, fault 9"),
-    Fault(of=Update, key="update",
-        test=lambda u: "optimizer" in u.case.first.has and u.is_wrong,
+    Fault(of=Update, key="update", test=lambda u: u.is_wrong,
         what="The gradients after clip() are right and the updated parameter is not: "
         "the optimizer may not be elementwise (it takes a norm or a matrix product of "
-        "a shard), or has other settings here (betas, eps, a learning rate from the "
-        "shape).",
+        "a shard), has other settings here (betas, eps, a learning rate from the "
+        "shape), or something else changes the parameter.",
         change="Gather what the optimizer needs of the full parameter (its norm, its "
         "shape) and slice the result along the same dim, or use an elementwise "
-        "optimizer.",
+        "optimizer. Look for hooks on it, and for code that assigns, sends or copies "
+        "parameters.",
         where="notebook 12, fault 9"),
-    Fault(of=Update, key="update changed", test=lambda u: u.is_wrong,
-        what="The gradients after clip() are right, the optimizer is AdamW, and the "
-        "parameter is wrong after the step: something else changes it or its "
-        "gradient.",
-        change="Look for hooks on the parameter or the optimizer, and for code that "
-        "assigns p.data.",
-        where="lesson 02"),
 ]  # fmt: skip

@@ -280,8 +280,9 @@ class Search:
         wrong.sort(key=lambda name: -case.begins(name))
         if not wrong:
             return
-        clear = [n for n in wrong if self.gradients[n].kind not in subjects.VAGUE]
         if self.is_wide:  # a little more than rounding errors has no simple relation
+            kinds = {name: self.gradients[name].kind for name in wrong}
+            clear = [name for name in wrong if kinds[name] is not Kind.UNEXPLAINED]
             wrong = clear or wrong
         if any(self.look(subjects.TwoPasses(case, name)) for name in wrong):
             return  # what else is wrong is another thing in each run

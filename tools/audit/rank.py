@@ -408,19 +408,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.batch = [x.cpu() for x in tree_leaves(batches[0]) if torch.is_tensor(x)]
     counter.report("the full model")
     alone = CallCounter()
-    _, loss = builder.another().forward(batches[0])
-    # A model that is served has no backward (no_grad, frozen weights, token ids).
-    args.forward = getattr(args, "forward", False) or not loss.requires_grad
-    facts.is_forward_only = args.forward
-    facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
-    facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
-    run_passes(reference, batches, facts.full, alone)
-    seconds = [p for p in facts.full.flows if p.module and p.slot[:6] == "output"]
-    for output in seconds[:4]:
-        another = builder.another
-        facts.full.without[output] = flows_without(another, batches[0], output)
-    if not math.isfinite(facts.full.loss):
-        raise ArithmeticError(f"its loss is {facts.full.loss}")
+    run_full(builder, reference, batches, facts, args, alone)
     counter.report("a full step")
     optimizer = None
     with contextlib.suppress(Exception):  # parallelize may make it
@@ -446,6 +434,24 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
     return facts
+
+
+def run_full(builder, reference: Run, batches: list, facts: Facts, args, alone) -> None:
+    """What is known of the full model before the first step."""
+    _, loss = builder.another().forward(batches[0])
+    # A model that is served has no backward (no_grad, frozen weights, token ids).
+    args.forward = getattr(args, "forward", False) or not loss.requires_grad
+    facts.is_forward_only = args.forward
+    facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
+    facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
+    run_passes(reference, batches, facts.full, alone)
+    seconds = [p for p in facts.full.flows if p.module and p.slot[:6] == "output"]
+    for output in seconds[:4]:
+        with contextlib.suppress(Exception):  # what it makes is of another type
+            without = flows_without(builder.another, batches[0], output)
+            facts.full.without[output] = without
+    if not math.isfinite(facts.full.loss):
+        raise ArithmeticError(f"its loss is {facts.full.loss}")
 
 
 def how_split(full: dict, own: dict, ranks: int) -> str:

@@ -24,7 +24,6 @@ from .compare import (
     numbers,
     scale_of,
     trimmed,
-    wrong_rows,
     wrong_share,
 )
 from .record import Point, is_within
@@ -32,8 +31,6 @@ from .record import Point, is_within
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
 FOLLOWING = (*VAGUE, Kind.FACTOR, Kind.FACTORS, Kind.USES, Kind.SUM)
-ATTENTION = re.compile("attn|attention", re.IGNORECASE)
-KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
     r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!.*\.\d)",
     re.IGNORECASE,
@@ -125,17 +122,6 @@ class Parameter(Subject):
         self.ranks = case.holders(name)
         self.pieces = [case.pieces[rank][name] for rank in self.ranks]
         self.unknown = case.unknown[name]
-
-    def rounded(self) -> str:
-        """Are its elements those of the full model, but rounded?"""
-        expected = self.case.full.parts.get(self.where)
-        if not self.unknown or expected is None:
-            return ""
-        x = self.case.own[self.ranks[0]].parts[self.where]
-        for dtype in (torch.bfloat16, torch.float16):
-            if torch.isin(x, expected.to(dtype).double()).all():
-                return f"rounded to {str(dtype).removeprefix('torch.')}"
-        return ""
 
     def unknown_elements(self) -> str:
         """Elements that the full model does not have, in words.
@@ -297,8 +283,7 @@ class Output(Subject):
         return found
 
     def counted_term(self) -> str:
-        """A tensor of which it contains several times what it should, or nothing. A
-        gate may multiply it: one factor per token."""
+        """A tensor of which it contains several times what it should, or nothing."""
         case = self.case
         expected = self.expected.double()
         if any(x.shape != expected.shape for x in self.held):
@@ -314,19 +299,12 @@ class Output(Subject):
                 continue
             term = term.reshape(expected.shape)  # tokens in one dim (a router)
             name = str(point) if point.slot else f"the output of {point}"
-            factors = [case.ruler.times(off, [term.double() for _ in off], scale)]
-            if not factors[0] and term.dim() > 1 and term.shape[-1] > 3:
-                rows = factors_of_rows(off[0], term.double())
-                if case.ruler.all_near(off, [rows * term] * case.ranks, scale):
-                    factors = rows.flatten().tolist()
-                    name += ", times a factor per token (a gate),"
-            is_gate = len(factors) > 1
+            k = case.ruler.times(off, [term.double()] * case.ranks, scale)
             for count, words in ((case.ranks, "T times"), (0, "0 times")):
-                shares = [k / (count - 1) for k in factors]  # of what is counted once
-                if all(k > 0 if is_gate else abs(k - 1) < 1e-6 for k in shares):
+                if abs(k - (count - 1)) < 1e-6:
                     return f"it is right if {name} counts once, not {words}"
-            if factors[0] and not is_gate:
-                return f"it contains {factors[0]:.4g} times {name} too much"
+            if k:
+                return f"it contains {k:.4g} times {name} too much"
         return ""
 
     def norm_of_shard(self) -> str:
@@ -409,15 +387,6 @@ class Output(Subject):
         is_last = not self.point.module and not self.point.is_input
         return bool(is_last and is_whole and self.case.first.is_forward_only)
 
-    def in_attention(self) -> bool:
-        """Is this an attention, by its name or by that of the linear of its keys?"""
-        classes = self.case.full.classes
-        prefix = f"{self.module}." if self.module else ""
-        names = [name.removeprefix(prefix) for name in classes]
-        own = f"{self.module.rpartition('.')[2]} {classes.get(self.module, '')}"
-        is_named = ATTENTION.search(own) or any(map(KEYS.fullmatch, names))
-        return bool(is_named) and self.kind is Kind.WRONG
-
     def wrong_places(self) -> str:
         """Where along each dim but the last it is wrong, if only at some places."""
         limit = self.case.ruler.allowed * scale_of(self.expected)
@@ -489,11 +458,6 @@ class Output(Subject):
                 if abs(k) > 1e-3:
                     return Relation(Kind.BIAS, f"bias added {k + 1:.4g} times", k + 1)
         return None
-
-
-def factors_of_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The factor of each row for which x is closest to its multiple of y."""
-    return (x * y).sum(-1, keepdim=True) / (y * y).sum(-1, keepdim=True)
 
 
 def fits(bias, piece) -> bool:
@@ -783,24 +747,6 @@ class Flow(Subject):
                     return place, name, f"{text}counts once, not {word}"
         return None
 
-    def slices_summed(self) -> tuple[str, str] | None:
-        """Do the ranks hold slices of it, and is the gradient of each the sum of all
-        slices' gradients?"""
-        case = self.case
-        if case.gradient(self.wrong[0]).kind is Kind.MIXED:
-            return None  # a gather's backward
-        right = case.full.flow(self.point)
-        held = [trace.flow(self.point) for trace in case.own]
-        for relation, pieces in case.ruler.views(held, right):
-            slices = {piece.storage_offset(): piece for piece in pieces}
-            if len(slices) == 1 or len({x.shape for x in pieces}) > 1:
-                continue
-            total = [sum(slices.values())] * case.ranks
-            if case.ruler.all_near(held, total, scale_of(right)):
-                text = f"{self.text}; it is the sum of all slices ({relation})"
-                return self.user() or "the model", text
-        return None
-
     def backward_of(self) -> tuple[str, str] | None:
         """The module whose own backward is wrong, and what is known of it."""
         case = self.case
@@ -1027,25 +973,6 @@ class Gradient(Subject):
         return (
             self.kind is Kind.MIXED and "DistributedDataParallel" in self.case.first.has
         )
-
-    def padding_row(self) -> str:
-        """One row that is zero on a rank and not in the full model, or the reverse."""
-        held, right = self.case.compared(self.where, "grads")
-        limit = self.case.ruler.allowed * self.case.grad_scale(right)
-        is_replicated = len(self.case.replica_sets(self.where)) == 1
-        found = []
-        for rank, x, e in zip(self.case.holders(self.where), held, right):
-            if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
-                return ""
-            rows = wrong_rows(x, e, limit)
-            if len(rows) > 1 or (rows and x[rows].any() and e[rows].any()):
-                return ""
-            if rows and is_replicated and e[rows].any():
-                return ""  # a part of several parameters in one, not a row of a table
-            if rows:
-                words = "zero" if e[rows].any() else "not zero"
-                found.append(f"row {rows[0]} on rank {rank} is {words}")
-        return f"{' and '.join(found)}, unlike in the full model" if found else ""
 
 
 class TwoPasses(Subject):
@@ -1389,24 +1316,6 @@ class Update(Subject):
         """Is the gradient wrong in a step that repeats the first pass?"""
         ranks = self.case.unsteady(self.where) if self.number == 0 else []
         return f"two equal passes differ on ranks {ranks}" if ranks else ""
-
-    def without_gradient(self) -> str:
-        """Is there no gradient on some ranks, although the full model has one?"""
-        held, _ = self.case.compared(self.where, "clipped", self.number)
-        found = [rank for rank, grad in zip(self.ranks, held) if grad is None]
-        is_cause = found and self.is_wrong
-        return f"its gradient is None on ranks {found}" if is_cause else ""
-
-    def of_other_rank(self) -> str:
-        """Does a rank hold another rank's piece after the step?"""
-        near = self.case.ruler.near
-        for rank, x, own in zip(self.ranks, self.after, self.right):
-            for other, piece in zip(self.ranks, self.right):
-                is_one = near(own, piece, 10 * scale_of(piece))
-                is_others = near(x, piece, 10 * scale_of(piece))
-                if is_others and not is_one:
-                    return f"rank {rank} has the piece of rank {other}"
-        return ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
