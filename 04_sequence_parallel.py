@@ -539,13 +539,13 @@ def show_rounds(report: Report, args) -> None:
 # what is split by heads or columns, R what is split by positions (R = T under SP, 1
 # otherwise). G is as R, but 1 if outputs of LayerNorms are saved gathered.
 SAVED_BY_A_LAYER = {
-    "LayerNorms' inputs": "4·X/R",
+    "norms' inputs": "4·X/R",
     "their outputs": "4·X/G",  # inputs of q, k, v and of up_proj
     "dropout masks": "2·X/R",  # of the two blocks' outputs
     "q, k, v": "6·X/T",
-    "input of o_proj": "2·X/T",
-    "input of GELU": "8·X/T",
-    "of down_proj": "8·X/T",
+    "o_proj's input": "2·X/T",
+    "GELU's input": "8·X/T",
+    "down_proj's": "8·X/T",
     "softmax": "2·A/T",
     "its mask": "A/T",
     "after dropout": "2·A/T",
@@ -607,16 +607,13 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
         ):
             cells["ok"] = f"≠ {expected} calls"
         row = {"run": run, "saved": cells["bytes"], "formula": formula}
+        row["share"] = f"{saved / measured['without TP'][0]:.0%}"
         row.update(calls=str(calls_made), ok=cells["ok"])
         rows.append(row)
     report.table(rows)
-    share = {}
-    for run, (saved, _) in measured.items():
-        share[run] = f"{saved / measured['without TP'][0]:.0%}"
     report.say(
-        "Recomputed: selective, the core of attention; full, the whole layer. "
-        f"Compared with one process: TP {share['TP']}, TP + SP {share['TP + SP']}; "
-        f"full, {share['TP, full']} and {share['TP + SP, full']}."
+        "share: of one process. "
+        "Recomputed: selective, attention's core; full, the layer."
     )
 
 
