@@ -852,9 +852,15 @@ def lines_of_report(text: str, details: list[str]) -> list[str]:
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.1)
     if store.add("reports", 1) > 1:
+        # torchrun ends all ranks after the first one: not before the report exists.
+        until = time.monotonic() + 10
+        while not store.check(["said"]) and time.monotonic() < until:
+            time.sleep(0.1)
         return []
     found = [json.loads(store.get(key)) for key in keys if store.check([key])]
-    return report_of_all(found)
+    lines = report_of_all(found)
+    store.set("said", "")
+    return lines
 
 
 def report_of_all(failed: list) -> list[str]:
