@@ -539,13 +539,13 @@ def show_rounds(report: Report, args) -> None:
 # what is split by heads or columns, R what is split by positions (R = T under SP, 1
 # otherwise). G is as R, but 1 if outputs of LayerNorms are saved gathered.
 SAVED_BY_A_LAYER = {
-    "norms' inputs": "4·X/R",
+    "LayerNorms' inputs": "4·X/R",
     "their outputs": "4·X/G",  # inputs of q, k, v and of up_proj
     "dropout masks": "2·X/R",  # of the two blocks' outputs
     "q, k, v": "6·X/T",
-    "o_proj's input": "2·X/T",
-    "GELU's input": "8·X/T",
-    "down_proj's": "8·X/T",
+    "input of o_proj": "2·X/T",
+    "input of GELU": "8·X/T",
+    "input of down_proj": "8·X/T",
     "softmax": "2·A/T",
     "its mask": "A/T",
     "after dropout": "2·A/T",
@@ -583,8 +583,7 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
         terms.append(f"{formula.partition('/')[0]} ({name})")
     report.say(
         f"In bfloat16. X = B·S·D = {report.size['X']:,} elements, A = B·N·S·S = {A:,} "
-        f"attention weights, c = {c} bytes. {SAVED_IN_TOTAL['without TP']} = "
-        f"{' + '.join(terms)}"
+        f"attention weights, c = {c} bytes. Saved: {' + '.join(terms)}"
     )
     measured = measure_layers(report, tp_group, args)
     formulas = SAVED_IN_TOTAL | SAVED_WITH_RECOMPUTATION
