@@ -973,14 +973,15 @@ class Report:
         """The checks of all ranks: each with the ranks on which it fails."""
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.checks)
-        fails = lambda check: not check["diff"] <= check["allowed"]  # also nan
-        merged = []
-        for name in dict.fromkeys(name for checks in everyone for name in checks):
-            found = [checks.get(name) for checks in everyone]  # None: not on this rank
-            ranks = [rank for rank, x in enumerate(found) if x and fails(x)]
-            worst = max(filter(None, found), key=lambda x: (fails(x), x["diff"]))
-            merged.append(worst | {"ranks": ranks})
-        return merged
+        merged = {}
+        for rank, checks in enumerate(everyone):
+            for name, check in checks.items():
+                found = merged.setdefault(name, dict(check, ranks=[]))
+                if not check["diff"] <= check["allowed"]:  # also nan
+                    found["ranks"].append(rank)
+                if check["diff"] > found["diff"]:  # the worst rank says what is wrong
+                    found.update(diff=check["diff"], text=check["text"])
+        return list(merged.values())
 
 
 def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) -> dict:

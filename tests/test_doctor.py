@@ -280,6 +280,46 @@ def test_a_ring_that_gloo_aborts():
     assert "was aborted (SIGABRT): it got a message of another size" in said
 
 
+# All ways to name the other end of a message; a group that ends before the others.
+PLAIN = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pair = dist.new_group([1, 2])
+x = torch.full((1,), float(rank))
+if rank == 1:
+    dist.send(x, 2, group=pair)
+    dist.send(x, group=pair, group_dst=1)
+    dist.isend(tensor=x, dst=2).wait(timeout=timedelta(seconds=30))
+if rank == 2:
+    for source in [dict(src=1, group=pair), dict(group=pair, group_src=0), {}]:
+        dist.recv(x, **source)
+        assert x.item() == 1.0, source
+if rank > 0:
+    dist.destroy_process_group(group=pair)
+dist.all_reduce(x)
+assert x.item() == 2.0, x
+print(f"rank {rank} has ended well", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def plain_script():
+    with jobs.tempfile.TemporaryDirectory() as folder:
+        path = jobs.Path(folder, "plain.py")
+        path.write_text(PLAIN, "utf-8")
+        return jobs.launch(jobs.DOCTOR, 3, path)
+
+
+@pytest.mark.ahead.with_args(plain_script)
+def test_a_script_that_is_no_lesson_runs_unchanged():
+    done = jobs.begin(plain_script).result()
+    assert done.code == 0, done.text
+    assert "rank 0 has ended well" in done.text
+
+
 @pytest.mark.parametrize("name, run, wanted", [
     ("gradients: norm.bias, TP + SP", "TP", False),
     ("gradients: norm.bias, TP + SP", "TP + SP", True),

@@ -17,6 +17,7 @@ What it says is the end of torchrun's report. Calls that DTensor makes are not s
 import collections
 import ctypes
 import functools
+import inspect
 import itertools
 import json
 import linecache
@@ -337,6 +338,8 @@ CALLS = (
     "new_subgroups_by_enumeration all_gather_object broadcast_object_list "
     "batch_isend_irecv send recv isend irecv"
 ).split()
+# The latest calls, which are compared if ranks hang. The store needs a second for them.
+LOOKED_AT = 1000
 
 
 class Status(NamedTuple):
@@ -367,16 +370,20 @@ class Calls:
                 # P2POp accepts only its own module's isend and irecv.
                 setattr(dist.distributed_c10d, name, watched)
         wait = dist.Work.wait
-        dist.Work.wait = lambda work, *args: self.wait(wait, work, *args)
+        dist.Work.wait = lambda *args, **kwargs: self.wait(wait, *args, **kwargs)
 
     def watched(self, name: str, call):
+        signature = inspect.signature(call)
+
         @functools.wraps(call)
         def watched(*args, **kwargs):
             if self.is_nested or self.store is None:  # dist calls itself
                 return call(*args, **kwargs)
-            values = [*args, *kwargs.values()]
+            arguments = signature.bind(*args, **kwargs).arguments
+            if name == "recv" and peer_of(name, arguments) is None:  # from any rank
+                return self.without_notes(call, *args, **kwargs)
             place = lines_of_script(traceback.walk_stack(sys._getframe(1)))
-            text = self.describe(name, values)
+            text = self.describe(name, arguments)
             self.enter(*text, place=" from ".join(place[:2]))
             if name in ("isend", "irecv"):
                 self.leave()
@@ -389,14 +396,14 @@ class Calls:
 
         return watched
 
-    def wait(self, wait, work, *args):
+    def wait(self, wait, work, *args, **kwargs):
         """Work.wait: this rank is in the call that it waits for."""
         _, status, _ = self.waits.pop(id(work), (None, self.status, False))
         if self.is_nested:
-            return wait(work, *args)
+            return wait(work, *args, **kwargs)
         place = lines_of_script(traceback.walk_stack(sys._getframe(2)))
         self.set_status(Status(True, status.call, " from ".join(place[:2])))
-        result = self.without_notes(wait, work, *args)
+        result = self.without_notes(wait, work, *args, **kwargs)
         self.leave()
         return result
 
@@ -442,8 +449,9 @@ class Calls:
             text = json.dumps([status, self.counts])
             self.store.set(f"status/{dist.get_rank()}", text)
 
-    def describe(self, name: str, values: list) -> tuple[str, str]:
+    def describe(self, name: str, arguments: dict) -> tuple[str, str]:
         """A call in words, and those who have to make it: the key of their list."""
+        values = list(arguments.values())
         phase = " ".join(Script.label()).strip()
         phase = f" ({phase})" if phase else ""
         if name == "batch_isend_irecv":
@@ -454,9 +462,7 @@ class Calls:
         groups = [x for x in values if isinstance(x, dist.ProcessGroup)]
         group = groups[0] if groups else dist.group.WORLD
         if name in ("send", "isend", "recv", "irecv"):
-            peer = next(x for x in values if isinstance(x, int))
-            peer = dist.get_global_rank(group, peer) if groups else peer
-            return label_of_message(), pair_of(name, peer)
+            return label_of_message(), pair_of(name, peer_of(name, arguments))
         ranks = str(dist.get_process_group_ranks(group))
         if name.startswith("new_"):
             return f"dist.{name}({values[0] if values else ''})", ranks
@@ -516,7 +522,8 @@ class Calls:
         absent = []
         for key in dict.fromkeys(itertools.chain(*counts)):
             ranks = [int(rank) for rank in re.findall(r"\d+", key)]
-            for number in range(1, max(counts[rank][key] for rank in ranks) + 1):
+            most = max(counts[rank][key] for rank in ranks)
+            for number in range(max(1, most - LOOKED_AT), most + 1):
                 made = [rank for rank in ranks if number <= counts[rank][key]]
                 noted = {}
                 for rank in made:
@@ -568,6 +575,15 @@ def label_of_message() -> str:
             label = frame.f_locals.get("label") or getattr(message, "label", None)
             return str(label or "a message")
     return "a message"
+
+
+def peer_of(name: str, arguments: dict) -> int | None:
+    """The rank, of all ranks, at the other end of a message; None if it may be any."""
+    way = "src" if "recv" in name else "dst"
+    in_group = arguments.get(f"group_{way}")
+    if in_group is None:
+        return arguments.get(way)
+    return dist.get_global_rank(arguments.get("group") or dist.group.WORLD, in_group)
 
 
 def pair_of(name: str, peer: int) -> str:
@@ -944,8 +960,11 @@ def note_error(get_store=dist.distributed_c10d._get_default_store):
     return get_store()
 
 
-def leave(*args, destroy=dist.destroy_process_group) -> None:
+def leave(group=None, destroy=dist.destroy_process_group) -> None:
     """Instead of dist.destroy_process_group: the script has said its verdict."""
+    if group not in (None, dist.group.WORLD):  # one of its groups: it continues
+        destroy(group)
+        return
     report = sys._getframe(1).f_locals.get("report")
     CALLING.is_nested = True  # the doctor's own calls
     checks = failed_checks(report)
@@ -963,7 +982,7 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     for line in FINDINGS:
         print(wrap(line), flush=True)
     CALLING.store = None
-    destroy(*args)
+    destroy()
 
 
 def leave_at_once(code: int, exit=os._exit) -> None:
