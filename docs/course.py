@@ -254,7 +254,8 @@ def linked_output(lesson: str) -> list[str]:
     places = {}  # pattern of a title → id of a line
     for name in [lesson, *helpers_of(lesson)]:
         text = source(name)
-        for match in re.finditer(r'report\.section\(\s*f?"(.*?)(?:\\n)?"', text):
+        title = r'(?:report\.section\(\s*f?|title = )"(.*?)(?:\\n)?"'
+        for match in re.finditer(title, text):
             pattern = re.sub(r"\\\{.*?\\\}", ".*", re.escape(match[1]))
             number = text.count("\n", 0, match.start()) + 1
             places[rf"\d+  {pattern}"] = line_id(name, number)
