@@ -42,13 +42,16 @@ def execute(notebook) -> None:
 
 def clean(notebook) -> None:
     """Keep what a reader sees, and the tags; join what was printed in pieces; fold
-    cells with the tag `hide-input`, in JupyterLab and VS Code as on the site."""
+    cells with the tag `hide-input` (`remove-output`: also what they print), in
+    JupyterLab and VS Code as on the site."""
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = {"tags": tags} if tags else {}
         if tags and "hide-input" in tags:
             cell.metadata["jupyter"] = {"source_hidden": True}
+            if "remove-output" in tags:
+                cell.metadata["jupyter"]["outputs_hidden"] = True
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
 
