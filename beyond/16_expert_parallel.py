@@ -505,8 +505,7 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
     R = size["R"]
     report.section("One MoE layer, random input: output, all gradients, bytes sent")
     report.say(
-        "sends: bytes, forward and backward. ‖g‖ by y: norm of the router's gradient "
-        "without the balance loss; 0 for k = 1, where an expert's weight is always 1."
+        "sends: bytes, forward and backward. ‖g‖ by y: router's, without balance loss."
     )
     rows = []
     with report.run("one layer"):
@@ -599,9 +598,10 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
         # Rows per expert for the balance loss; the number of targets, then the loss.
         formulas["EP", "forward", "all-reduce", axis] = (n, "n·8·E")
         formulas["EP", "loss", "all-reduce", axis] = (2 * steps, "steps·(8 + e)")
-    report.section(f"Communication of rank 0, all {steps} steps together")
-    leave = f"m = {size['m']:.2f} rows leave rank 0 per all-to-all"
-    report.say(f"n = {n} MoE passes; on average {leave}")
+    leave = f"m = {size['m']:.2f} rows per all-to-all"
+    report.section(
+        f"Communication of rank 0, {steps} steps: n = {n} MoE passes, {leave}"
+    )
     report.steps = 1  # the rows differ from step to step, so these are of all steps
     mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
     report.ledger(on_axes(formulas, mesh))
