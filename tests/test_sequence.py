@@ -212,8 +212,8 @@ def test_the_table_of_saved_bytes(run):
     assert len(rows) == 8 and {row["ok"] for row in rows.values()} == {"ok"}
     assert rows["without TP"]["formula"].startswith("34·X + 5·A")
     saved = {run: number(row["saved"]) for run, row in rows.items()}
-    for run, row in rows.items():
-        assert row["share"] == f"{saved[run] / saved['without TP']:.0%}"
+    for name, row in rows.items():
+        assert row["share"] == f"{saved[name] / saved['without TP']:.0%}"
     assert "Recomputed: selective, attention's core; full, the layer." in printed
     whole = saved["without TP"] / run[1]
     if "--save-gathered" in run:

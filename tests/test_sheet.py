@@ -46,8 +46,8 @@ AXIS = {"PP": "pp", "DP": "dp"}  # of the mesh's table
 def test_what_is_sent_is_what_a_run_counts(split, lesson, ranks, run, compared):
     """Calls and bytes of each row, and what a rank of a ring sends of them."""
     size = sizes(lesson, ranks)
-    if lesson == MESH:  # its X is of one micro-batch
-        size["X"] *= size["M"]
+    if lesson == MESH:  # a replica's rows are M micro-batches of b
+        size["X"] = size["M"] * size["b"] * size["S"] * size["D"]
     found = 0
     for row in sheet.SENT:
         phases = ("summing", "sums") if row.phase == "once" else (row.phase,)
