@@ -587,7 +587,7 @@ def sum_that_starts_late(x: Tensor, group) -> Tensor:
 
 # ==== MEASURE, the same in every lesson: it counts, compares and prints
 # region
-# Skip it at first. Every rank checks, rank 0 prints.
+# Skip it at first. Every rank checks, rank 0 prints. It has its own imports.
 
 import argparse
 import json
@@ -606,8 +606,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# A difference is divided by the expected size, but at least by this. Parameters: three
-# AdamW steps of 0.003 from 0. Gradients: a smaller one is 0 but for rounding errors.
+# A difference is divided by the expected size, but at least by this. A gradient below
+# 1e-4 counts as 0 with rounding errors. A parameter that starts at 0 moves by up to
+# 0.009 in three AdamW steps of 0.003 (lessons 02 to 05).
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
@@ -688,24 +689,8 @@ def nbytes(x) -> int:
     """Bytes of a tensor, or of all tensors in a list."""
     if isinstance(x, (list, tuple)):
         return sum(nbytes(part) for part in x)
+    x = getattr(x, "_local_tensor", x)  # of a DTensor: this rank's part
     return x.nbytes if isinstance(x, Tensor) else 0
-
-
-def saved_bytes(compute, held: list[Tensor]) -> int:
-    """Bytes that autograd saves in compute(): each storage once, without those held."""
-    local = lambda x: getattr(x, "_local_tensor", x)  # of a DTensor: this rank's part
-    skip = {local(x).untyped_storage().data_ptr() for x in held}
-    storages = {}
-
-    def pack(tensor):
-        storage = local(tensor).untyped_storage()
-        if storage.data_ptr() not in skip:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute()
-    return sum(storages.values())
 
 
 def evaluate(formula: str, size: dict[str, int]) -> int:
@@ -839,16 +824,18 @@ class Report:
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
         axis = group.group_desc
-        equal = 0
+        differ = []
         for name, x in tensors.items():
             copies = all_gather(x[None], 0, group)
             diff = max(rel_diff(copy, copies[0]) for copy in copies)
             text = f"ranks of {axis} differ by {diff:.2g}"
-            if self.check(f"replicas: {name}, {axis}", diff, text=text):
-                equal += 1
+            if not self.check(f"replicas: {name}, {axis}", diff, text=text):
+                differ.append(name)
         names = f" ({', '.join(tensors)})" if len(tensors) < 4 else ""
-        text = f"{equal} of {len(tensors)}{names} are bitwise identical after training."
-        self.say(f"Replicas over {axis}: {text}")
+        text = f"{len(tensors) - len(differ)} of {len(tensors)}{names} are"
+        self.say(f"Replicas over {axis}: {text} bitwise identical after training.")
+        if differ:
+            self.say(f"✗ They differ between ranks: {', '.join(differ)}")
 
     def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
         """Check measured bytes against a formula; size: letters that differ here."""
@@ -909,32 +896,19 @@ class Report:
     def run(self, run: str, is_formula=False):
         """An error that all ranks raise within `with` ends this run, not the lesson.
 
-        Each rank writes its error, and how many collectives it has called, to a store
-        that all ranks read. If they differ, ranks are out of step: the lesson ends.
         is_formula: True for a plan of PyTorch's, which may not fit an edited model.
         """
         try:
             yield
         except Exception as error:
-            store = dist.distributed_c10d._get_default_store()
-            is_lost = "Timed out" in str(error) or "Connection" in str(error)
-            rank = dist.get_rank()
             frames = traceback.extract_tb(error.__traceback__)
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
-            where = f"{type(error)} {at.lineno} {METER.count} {is_lost}"
-            store.set(f"{run}/{rank}", where)
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
-            said = f"rank {rank}, {run}: {text}; last call: {METER.last}"
+            said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
             print(said, file=sys.stderr, flush=True)
-            if is_lost:  # in a collective: no other run can continue
-                time.sleep(2)  # a rank that has raised another error ends first
-                raise
-            # A rank that waits in a collective for another one raises after --timeout.
-            keys = [f"{run}/{other}" for other in range(dist.get_world_size())]
-            store.wait(keys, 2 * store.timeout)
-            if len({store.get(key) for key in keys}) > 1:  # only some ranks made a call
+            if not is_raised_by_all(run, error, at.lineno):
                 raise
             self.raised.append(run)
             self.check(f"runs: {run}", math.inf, text=text, is_formula=is_formula)
@@ -950,6 +924,8 @@ class Report:
             elif check["ranks"]:
                 kinds.setdefault(check["name"].partition(":")[0], []).append(check)
         lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 99]]
+        if len(formulas) > len(lines):
+            lines.append(f"≠ and {len(formulas) - len(lines)} more")
         lines += name_causes(kinds)
         worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
@@ -982,6 +958,26 @@ class Report:
                 if check["diff"] > found["diff"]:  # the worst rank says what is wrong
                     found.update(diff=check["diff"], text=check["text"])
         return list(merged.values())
+
+
+def is_raised_by_all(run: str, error: Exception, line: int) -> bool:
+    """Do all ranks raise the same error, at the same line, after as many collectives?
+
+    Each rank writes its own to a store that all ranks read, and waits for the others.
+    If they differ, some ranks have called a collective that others have not: they are
+    out of step, and no other run can continue.
+    """
+    is_lost = "Timed out" in str(error) or "Connection" in str(error)
+    store = dist.distributed_c10d._get_default_store()
+    where = f"{type(error)} {line} {METER.count} {is_lost}"
+    store.set(f"{run}/{dist.get_rank()}", where)
+    if is_lost:  # while it waited for another rank
+        time.sleep(2)  # a rank that has raised another error ends first
+        return False
+    # Another rank may wait in a collective, and raise only after --timeout.
+    keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(keys, 2 * store.timeout)
+    return len({store.get(key) for key in keys}) == 1
 
 
 def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) -> dict:
@@ -1076,7 +1072,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
-    with suppress(AttributeError, OSError):  # Linux: who is woken waits for a turn
+    with suppress(AttributeError, OSError):  # Linux: a message interrupts no rank
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
@@ -1084,7 +1080,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
         args = read_flags(parser)
         report = Report(sizes(args), getattr(args, "steps", 1))
     except (ValueError, OSError) as error:
-        time.sleep(0 if is_reporter else 60)  # torchrun ends the others before that
+        time.sleep(0 if is_reporter else 60)  # the first to end ends all: one message
         text = textwrap.fill(f"error: {error}", 88, subsequent_indent="  ")
         print(text, file=sys.stderr)
         end(text, 2)

@@ -145,9 +145,10 @@ def with_lines_to_read(text: str) -> str:
     for i in range(first, run):
         if lines[i].startswith("# ---- Optional") and last == run:
             last = i
-    ends = "Stop at RUN." if last == run else "What follows is optional, up to RUN."
+    ends = "" if last == run else "The rest of NEW is optional. "
     minutes = round((last - first) / LINES_PER_MINUTE)
     here = f"# Read lines {first + 1} to {last}, in about {minutes} minutes. {ends}"
+    here += "Stop at RUN."
     return text.replace("# Read lines", here, 1)
 
 
