@@ -25,7 +25,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "all parts add up to"),
     (3, {'1 if sharding_of(p) else 1 / tp.size()': "1",
          'if hasattr(p, "rows")': "if False"}, "{'tp': 2, 'dp': 2}: "),
-    (3, {"torch.tensor(count)": "count"},
+    (3, {"torch.tensor(count, dtype=torch.float64)": "count"},
      "'float' object has no attribute 'detach'; all_reduce takes a tensor"),
     (3, {"all_reduce(count, pp)": "all_reduce(all_reduce(count, pp), groups['dp'])"},
      "{'dp': 4}: 28004, but one process has 7001"),
