@@ -335,7 +335,7 @@ def main(args, report: lesson00.Report) -> None:
     lesson00.CAUSES[1:1] = ["saved", "loaded", "batches"]
     batches = []
     for tokens_BS, target_BS in lesson02.make_batches(__doc__, args, args.steps):
-        batches.append(lesson04.pad_batch(tokens_BS, target_BS, multiple_of(args)))
+        batches.append(lesson04.pad_batch(tokens_BS, target_BS, args.multiple))
     args.seq_len = report.size["S"]  # from here on every T divides it
     # The same seed on every rank, so all have the same full model before they shard it.
     full = lesson03.make_tied(args)
@@ -377,13 +377,9 @@ def sizes(args) -> dict[str, int]:
     args.mesh = args.meshes[0].text()
     check_checkpoints(args)
     size = lesson02.transformer_sizes(args)
-    size["S"] += -size["S"] % multiple_of(args)  # pad_batch does it
+    args.multiple = math.lcm(*[mesh.tp for mesh in args.meshes])  # S must be one of it
+    size["S"] += -size["S"] % args.multiple  # pad_batch does it
     return dict(size, M=args.microbatches)
-
-
-def multiple_of(args) -> int:
-    """What S has to be a multiple of: the T of all meshes."""
-    return math.lcm(*[mesh.tp for mesh in args.meshes])
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -527,8 +523,7 @@ def show_meshes(report: lesson00.Report, args) -> None:
     report.section("The meshes")
     report.table(rows)
     if args.begin:
-        made_by = f"saved by {args.made_by}"
-        report.say(f"Mesh A resumes from {args.checkpoint}, {made_by}.")
+        report.say(f"Mesh A resumes from {args.checkpoint}, saved by {args.made_by}.")
     for text in args.left_out:
         report.say(text)
     report.say(f"'A again' is mesh A once more, from the saved step {args.halfway}.")
@@ -581,8 +576,9 @@ def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
     """Right after loading, every rank must have bitwise what was saved."""
     # All ranks gathered all tensors on each mesh, so every rank compares everything.
     saved = runs["A"].halfway
+    resumed = [run for run in runs if run not in ("one process", "A")]
     rows = []
-    for run in resumed(runs):
+    for run in resumed:
         got = runs[run].halfway
         rows.append(count_equal(report, "loaded", run, got, saved, kind_of))
     report.section("Loaded, before the next step: tensors that are bitwise as saved")
@@ -604,11 +600,6 @@ def sees_vector(training: FlatTraining) -> bool:
     vector.copy_(kept)
     names = [name for name in before if kind_of(name) == "vector"]
     return not any(torch.equal(before[name], after[name]) for name in names)
-
-
-def resumed(runs: dict[str, MeshRun]) -> list[str]:
-    """The runs that loaded the checkpoint from halfway."""
-    return [run for run in runs if run not in ("one process", "A")]
 
 
 def show_steps(report, runs: dict, columns, begin: int, end: int, args) -> None:

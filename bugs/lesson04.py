@@ -88,6 +88,26 @@ BUGS = {
         reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch issue 153016",
         audit="backward slice",
     ),
+    "product": dict(
+        what="backward of down_proj gathers dL/dy · W, not dL/dy",
+        old="""\
+    layer.mlp.down_proj.reduce = reduce_scatter_sequence
+""",
+        new="""\
+    layer.mlp.down_proj.reduce = reduce_scatter_sequence
+
+    def gather_the_product(linear, grads_of_x, grads_of_y):
+        return (all_gather(grads_of_y[0] @ linear.weight, 1, tp_group),)
+
+    layer.mlp.down_proj.register_full_backward_hook(gather_the_product)
+""",
+        symptom="losses drift from step 2 on: gradients of the last up_proj and of all "
+        "before it are wrong; step 1's loss is right, and replicas agree",
+        why="a rank needs dL/dy of all positions times its own columns of W. Here each "
+        "position was multiplied by the columns of the rank that holds it: all ranks "
+        "get the same dL/dx, right at a rank's own positions only",
+        reported="github.com/huggingface/nanotron/issues/46 and pull 172",
+    ),
     "keywords": dict(
         what="PyTorch's plan sets layouts of positional inputs; the call uses keywords",
         old="""\
