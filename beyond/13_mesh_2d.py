@@ -454,7 +454,7 @@ def show_memory_2d(report, runs: dict[str, lesson01.MLPRun]) -> None:
         mlp = runs[name].mlp
         weights = list(mlp.parameters())
         grads = lesson00.nbytes([p.grad for p in weights])
-        saved = lesson01.saved_bytes(partial(mlp, runs[name].x), weights)
+        saved = lesson00.saved_bytes(partial(mlp, runs[name].x), weights)
         row = {"run": name}
         row["params"] = cell(
             report, f"memory: parameters, {name}", lesson00.nbytes(weights), of_weights

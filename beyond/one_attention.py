@@ -4,7 +4,7 @@ A helper of beyond/11_context_parallel.py, no script.
 """
 
 import torch
-from course import lesson00, lesson01, lesson02
+from course import lesson00, lesson02
 from zigzag import positions_of
 
 
@@ -57,4 +57,4 @@ def bytes_saved(args, method, size: dict, cp_group) -> int:
         compute = lambda: method.attention(
             q, k, v, tables, core, cp_group, method.layout
         )
-    return lesson01.saved_bytes(compute, [q, k, v] + tables)
+    return lesson00.saved_bytes(compute, [q, k, v] + tables)
