@@ -1,12 +1,13 @@
 """What the doctor concludes from outputs of modules, checks and optimizers."""
 
 import re
+import sys
+from contextlib import contextmanager
 
 import doctor
 import jobs
 import pytest
 import torch
-import torch.utils.checkpoint
 
 FULL = torch.arange(24.0).view(2, 3, 4)
 
@@ -63,13 +64,96 @@ def test_between_which_modules():
     assert doctor.where_wrong(ranks) == ""
 
 
-def test_the_module_that_raised():
-    """With the shapes of its tensors."""
+def raise_in(run: str, model, x) -> None:
+    """As Report.run, whose lesson goes on if all ranks raise."""
+    try:
+        model(x)
+    except RuntimeError:
+        doctor.note_error(get_store=lambda: None)
+
+
+def test_the_module_that_raised(monkeypatch):
+    """With the shapes of its tensors; the first one of each run."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(doctor, "CALLING", doctor.Calls())
+    monkeypatch.setattr(doctor, "RAISED", {})
+    doctor.CALLING.store = torch.distributed.HashStore()
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(4, 2))
-    with pytest.raises(RuntimeError) as raised:
-        model(FULL)
+    raise_in("TP", model, FULL)
     said = "in 1, Linear: input [2, 3, 3], weight [2, 4], bias [2]"
-    assert doctor.where_raised(raised.value)[-1] == f"  {said}"
+    assert doctor.RAISED == {"TP": said}
+    assert doctor.CALLING.status.raised[-1] == f"  {said}"
+    raise_in("TP", model[0], FULL[0, :, :1])
+    assert doctor.RAISED == {"TP": said}
+    raise_in("DTensor", model[0], FULL[0, :, :1])
+    assert doctor.RAISED["DTensor"].startswith("in the model, Linear: input [3, 1], ")
+
+
+def reference_loss():
+    sharded_loss()
+
+
+def sharded_loss():
+    """Called by the other one: which is called first is noted."""
+
+
+class Phases:
+    """As METER, which names phases."""
+
+    label = None
+
+    @contextmanager
+    def phase(self, run: str, name: str):
+        self.label = run, name
+        try:
+            yield
+        finally:
+            self.label = None
+
+
+def test_the_first_function_of_a_phase(monkeypatch):
+    """Afterwards Python says no calls, in a script without an optimizer neither."""
+    meter = Phases()
+    monkeypatch.setattr(doctor.Script, "path", jobs.Path(__file__))
+    monkeypatch.setattr(doctor.Script, "meter", meter)
+    monkeypatch.setattr(doctor, "PLACES", {})
+    before = sys.getprofile()
+    doctor.watch_phases(meter)
+    phases = {  # run, phase → what is called in it
+        ("one process", "forward"): sharded_loss,
+        ("one process", "loss"): reference_loss,
+        ("TP", "loss"): sharded_loss,
+        ("TP", "clipping"): list,  # none of the script's
+    }
+    for (run, phase), call in [*phases.items(), (("TP", "loss"), reference_loss)]:
+        with meter.phase(run, phase):
+            call()
+        assert sys.getprofile() is before
+    with pytest.raises(ValueError), meter.phase("DP", "loss"):
+        raise ValueError
+    assert sys.getprofile() is before
+    line = reference_loss.__code__.co_firstlineno
+    assert doctor.PLACES == {
+        ("one process", "loss"): (f"reference_loss (line {line})", ""),
+        ("TP", "loss"): (f"sharded_loss (line {line + 4})", ""),
+    }
+
+
+def test_the_optimizer_of_a_run(monkeypatch):
+    """Its first step is noted, with the numbers that it has."""
+    monkeypatch.setattr(doctor.Script, "path", jobs.Path(__file__))
+    monkeypatch.setattr(doctor, "FORWARD", doctor.Forward())
+    monkeypatch.setattr(doctor, "PLACES", {})
+    parameters = [torch.nn.Parameter(FULL)]
+    for run, rate in (("one process", 0.1), ("TP", 0.2)):
+        doctor.FORWARD.outputs[run] = {}
+        for lr in (rate, 0.3):
+            optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+            doctor.note_optimizer(optimizer, (), {})
+    for run, rate in (("one process", 0.1), ("TP", 0.2)):
+        what, where = doctor.PLACES[run, "update"]
+        assert what == f"SGD (lr {rate}, momentum 0.5, dampening 0, weight_decay 0)"
+        assert re.fullmatch(r" at line \d+ in test_the_optimizer_of_a_run", where)
 
 
 EDITED = """
@@ -245,7 +329,8 @@ def test_a_ring_that_gloo_aborts():
     assert "was aborted (SIGABRT): it got a message of another size" in said
 
 
-# All ways to name the other end of a message; a group that ends before the others.
+# All ways to name the other end of a message; a group that ends before the others, and
+# a rank that leaves without a word.
 PLAIN = """
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -268,7 +353,8 @@ if rank > 0:
 dist.all_reduce(x)
 assert x.item() == 2.0, x
 print(f"rank {rank} has ended well", flush=True)
-dist.destroy_process_group()
+if rank > 0:
+    dist.destroy_process_group()
 """
 
 

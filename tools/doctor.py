@@ -707,12 +707,12 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
     values = [check for check in checks if not check["is_formula"]]
     if not values:
         return []
-    first, *runs = list(FORWARD.outputs) or [""]
-    lines = [f"{first}: {places[first]}"] if places.get(first) else []
+    runs = list(FORWARD.outputs)
+    lines = [f"{run}: {places[run]}" for run in runs[:1] if places.get(run)]
     fewer, more = different_calls(checks)
     stages = {}  # run → stage of a step
     said = {}  # what is said of the place → runs
-    for run in runs:
+    for run in runs[1:]:
         stages[run], text = stage_of(run, values, places.get(run, ""))
         said.setdefault(text, []).append(run)
     where = [f"{', '.join(said[text])}: {text}" for text in said if text]
@@ -745,9 +745,8 @@ def different_calls(checks: list[dict]) -> tuple[list[str], list[str]]:
         call = re.match(r"calls: (.*) (\S+) (\S+)$", check["name"])
         numbers = re.match(r"([\d.]+) calls per step.* has (\d+)", check["text"])
         if call and numbers:
-            is_fewer = float(numbers[1]) < float(numbers[2])
-            found = call[1], f"{call[2]} over {call[3]}: {check['text']}"
-            (fewer if is_fewer else more).append(found)
+            which = fewer if float(numbers[1]) < float(numbers[2]) else more
+            which.append((call[1], f"{call[2]} over {call[3]}: {check['text']}"))
     return fewer, more
 
 
@@ -756,9 +755,10 @@ def causes(values: list[dict], fewer: list[tuple], more: list[tuple]) -> list[st
     lines = []
     gradients = of_kind("gradients", values)
     text = " ".join(check["text"] for check in gradients)
+    factors = re.findall(r"([\d.]+) times the expected tensor", text)
     # Backward begins at the output: the last one is nearest the cause.
-    factor = [None, *re.findall(r"([\d.]+) times the expected tensor", text)][-1]
-    if factor and float(factor) == 0:
+    factor = float(factors[-1]) if factors else None
+    if factor == 0:
         lines.append(
             "no gradient arrived: autograd does not track all_reduce and its like of "
             "lesson 00; in a model use ReduceFromTP or CopyToTP (lesson 01)"
@@ -768,9 +768,9 @@ def causes(values: list[dict], fewer: list[tuple], more: list[tuple]) -> list[st
         lines.append(f"{where}: a sum over ranks is missing ({calls})")
     elif factor and more:
         where, calls = more[0]
-        said = f"{where}: a call too many, and gradients {factor} times too large"
+        said = f"{where}: a call too many, and gradients {factor:g} times too large"
         lines.append(f"{said} ({calls})")
-    elif factor and float(factor) == dist.get_world_size():
+    elif factor == dist.get_world_size():
         said = "gradients are T times too large: a sum where a mean belongs, or a sum "
         lines.append(f"{said}of what is already complete")
     if re.search(r"shape \[\d.*expected \[\d", text):
@@ -868,7 +868,8 @@ def report_failure(text: str, details: list[str]) -> None:
         lines = lines_of_report(text, details)
     if lines:
         end_rank(lines)
-    Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).unlink(missing_ok=True)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
     time.sleep(2)  # torchrun's report begins with the rank that ends first
     os._exit(1)
 
