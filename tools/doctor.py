@@ -770,7 +770,7 @@ def causes(values: list[dict], fewer: list[tuple], more: list[tuple]) -> list[st
         where, calls = more[0]
         said = f"{where}: a call too many, and gradients {factor:g} times too large"
         lines.append(f"{said} ({calls})")
-    elif factor == dist.get_world_size():
+    elif factor and factor == dist.get_world_size():
         said = "gradients are T times too large: a sum where a mean belongs, or a sum "
         lines.append(f"{said}of what is already complete")
     if re.search(r"shape \[\d.*expected \[\d", text):
