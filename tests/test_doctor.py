@@ -65,7 +65,7 @@ def test_between_which_modules():
 
 
 def raise_in(run: str, model, x) -> None:
-    """As Report.run, whose lesson goes on if all ranks raise."""
+    """As Report.run, whose lesson continues if all ranks raise."""
     try:
         model(x)
     except RuntimeError:

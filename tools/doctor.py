@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# ---- What the doctor puts in place of PyTorch's functions
+# ---- Start and end: what runs instead of functions of PyTorch
 
 
 def main() -> None:
@@ -110,8 +110,9 @@ def note_error(get_store=dist.distributed_c10d._get_default_store):
         raised = (in_short(error), *where_raised(error))
         CALLING.set_status(CALLING.status._replace(raised=raised))
         run = sys._getframe(1).f_locals.get("run")
-        if module_that_raised(error):  # said at the end if all ranks raise, and go on
-            RAISED.setdefault(run, module_that_raised(error))
+        module = module_that_raised(error)
+        if module:  # it is said at the end, if all ranks raise and continue
+            RAISED.setdefault(run, module)
     return get_store()
 
 
@@ -142,6 +143,7 @@ def on_error(error: BaseException) -> None:
     """An error has ended the script on this rank."""
     if CALLING.store is None:  # it refused a flag, or no process group was made
         raise error
+    # The first error; later ones follow from it.
     while error.__cause__ or (error.__context__ and "Store" in type(error).__name__):
         error = error.__cause__ or error.__context__
     report_failure(in_short(error), where_raised(error))
@@ -944,7 +946,7 @@ def end_rank(lines: list[str], file=None) -> None:
 
 FORWARD = Forward()
 CALLING = Calls()
-RAISED = {}  # run → the module in which all ranks raised, while the lesson went on
+RAISED = {}  # run → the module in which all ranks raised; the lesson continued
 FINDINGS = []  # printed after the verdict
 
 
