@@ -1,24 +1,19 @@
 """What the doctor concludes from outputs of modules, checks and optimizers."""
 
 import re
-from types import SimpleNamespace
+import sys
+from contextlib import contextmanager
 
 import doctor
 import jobs
 import pytest
 import torch
-import torch.utils.checkpoint
 
 FULL = torch.arange(24.0).view(2, 3, 4)
 
 
-def outputs_of(*parts, full=FULL) -> list:
-    found = []
-    for part in parts:
-        block, blocks, off = doctor.find_block(part, full, 1e-6)
-        norm = part.norm().item()
-        found.append(doctor.Output(part.numel(), norm, off, blocks, block, 1e-6))
-    return found
+def outputs_of(*parts) -> list[dict]:
+    return [doctor.compare(part, FULL, 1e-6) for part in parts]
 
 
 HALVES = FULL.chunk(2, 2)
@@ -43,13 +38,11 @@ CASES = {  # parts of two ranks, and whether they are right
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_of_all_ranks(case):
     parts, wanted = CASES[case]
-    norm = FULL.norm().item()
-    assert doctor.are_right(outputs_of(*parts), norm) is wanted
+    assert doctor.are_right(outputs_of(*parts)) is wanted
 
 
 def test_between_which_modules():
     """A module inside one that is right is not named, nor one that cannot be judged."""
-    forward = doctor.Forward()
     right = (FULL, FULL)
     calls = {
         doctor.INPUT: right,
@@ -60,51 +53,107 @@ def test_between_which_modules():
         "b.down": (FULL / 2, FULL / 2),
         "b": (FULL / 2, FULL / 2),
     }
-    forward.full = dict.fromkeys(calls, FULL)
     ranks = [{}, {}]
     for name, parts in calls.items():
         for rank, output in enumerate(outputs_of(*parts)):
             ranks[rank][name] = output
-    said = forward.where_wrong(ranks)
+    said = doctor.where_wrong(ranks)
     assert said == "forward is right up to a and wrong from b.down on"
     for rank in ranks:  # a stage that gets activations: its module names mean others
         rank[doctor.INPUT] = outputs_of(FULL.flatten())[0]
-    assert forward.where_wrong(ranks) == ""
+    assert doctor.where_wrong(ranks) == ""
+
+
+def raise_in(run: str, model, x) -> None:
+    """As Report.run, whose lesson continues if all ranks raise."""
+    try:
+        model(x)
+    except RuntimeError:
+        doctor.note_error(get_store=lambda: None)
 
 
 def test_the_module_that_raised(monkeypatch):
-    """With the shapes of its tensors; lessons go on with the next run."""
-    label = SimpleNamespace(label=("TP", "forward"))
-    monkeypatch.setattr(doctor.Script, "meter", label)
-    forward = doctor.Forward()
+    """With the shapes of its tensors; the first one of each run."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(doctor, "CALLING", doctor.Calls())
+    monkeypatch.setattr(doctor, "RAISED", {})
+    doctor.CALLING.store = torch.distributed.HashStore()
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(4, 2))
-    forward.names = {module: name for name, module in model.named_modules()}
-    add_hook = torch.nn.modules.module.register_module_forward_hook
-    hook = add_hook(forward.on_error, always_call=True)
-    try:
-        with pytest.raises(RuntimeError) as raised:
-            model(FULL)
-    finally:
-        hook.remove()
+    raise_in("TP", model, FULL)
     said = "in 1, Linear: input [2, 3, 3], weight [2, 4], bias [2]"
-    assert forward.raised == {"TP": said}
-    assert doctor.where_raised(raised.value)[-1] == f"  {said}"
+    assert doctor.RAISED == {"TP": said}
+    assert doctor.CALLING.status.raised[-1] == f"  {said}"
+    raise_in("TP", model[0], FULL[0, :, :1])
+    assert doctor.RAISED == {"TP": said}
+    raise_in("DTensor", model[0], FULL[0, :, :1])
+    assert doctor.RAISED["DTensor"].startswith("in the model, Linear: input [3, 1], ")
 
 
-def test_recomputation_raises_nothing(monkeypatch):
-    """checkpoint() leaves its second forward pass by an error that it catches."""
-    label = SimpleNamespace(label=("one layer", "backward"))
-    monkeypatch.setattr(doctor.Script, "meter", label)
-    forward = doctor.Forward()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())
-    add_hook = torch.nn.modules.module.register_module_forward_hook
-    hook = add_hook(forward.on_error, always_call=True)
-    try:
-        compute = torch.utils.checkpoint.checkpoint
-        compute(model, FULL, use_reentrant=False).sum().backward()
-    finally:
-        hook.remove()
-    assert forward.raised == {}
+def reference_loss():
+    sharded_loss()
+
+
+def sharded_loss():
+    """Called by the other one: which is called first is noted."""
+
+
+class Phases:
+    """As METER, which names phases."""
+
+    label = None
+
+    @contextmanager
+    def phase(self, run: str, name: str):
+        self.label = run, name
+        try:
+            yield
+        finally:
+            self.label = None
+
+
+def test_the_first_function_of_a_phase(monkeypatch):
+    """Afterwards Python says no calls, in a script without an optimizer neither."""
+    meter = Phases()
+    monkeypatch.setattr(doctor.Script, "path", jobs.Path(__file__))
+    monkeypatch.setattr(doctor.Script, "meter", meter)
+    monkeypatch.setattr(doctor, "PLACES", {})
+    before = sys.getprofile()
+    doctor.watch_phases(meter)
+    phases = {  # run, phase → what is called in it
+        ("one process", "forward"): sharded_loss,
+        ("one process", "loss"): reference_loss,
+        ("TP", "loss"): sharded_loss,
+        ("TP", "clipping"): list,  # none of the script's
+    }
+    for (run, phase), call in [*phases.items(), (("TP", "loss"), reference_loss)]:
+        with meter.phase(run, phase):
+            call()
+        assert sys.getprofile() is before
+    with pytest.raises(ValueError), meter.phase("DP", "loss"):
+        raise ValueError
+    assert sys.getprofile() is before
+    line = reference_loss.__code__.co_firstlineno
+    assert doctor.PLACES == {
+        ("one process", "loss"): (f"reference_loss (line {line})", ""),
+        ("TP", "loss"): (f"sharded_loss (line {line + 4})", ""),
+    }
+
+
+def test_the_optimizer_of_a_run(monkeypatch):
+    """Its first step is noted, with the numbers that it has."""
+    monkeypatch.setattr(doctor.Script, "path", jobs.Path(__file__))
+    monkeypatch.setattr(doctor, "FORWARD", doctor.Forward())
+    monkeypatch.setattr(doctor, "PLACES", {})
+    parameters = [torch.nn.Parameter(FULL)]
+    for run, rate in (("one process", 0.1), ("TP", 0.2)):
+        doctor.FORWARD.outputs[run] = {}
+        for lr in (rate, 0.3):
+            optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+            doctor.note_optimizer(optimizer, (), {})
+    for run, rate in (("one process", 0.1), ("TP", 0.2)):
+        what, where = doctor.PLACES[run, "update"]
+        assert what == f"SGD (lr {rate}, momentum 0.5, dampening 0, weight_decay 0)"
+        assert re.fullmatch(r" at line \d+ in test_the_optimizer_of_a_run", where)
 
 
 EDITED = """
@@ -128,17 +177,16 @@ def test_the_line_that_raised_is_not_the_counters():
 
 def test_ranks_whose_reference_differs():
     """From the first module on that is not the same; stages are not compared."""
-    forward = doctor.Forward()
     names = (doctor.INPUT, "drop", "head")
     one, two = (dict(zip(names, outputs_of(FULL, FULL, FULL))) for _ in range(2))
-    assert forward.where_ranks_differ([one, two]) == ""
+    assert doctor.where_ranks_differ([one, two]) == ""
     two |= dict(zip(names[1:], outputs_of(FULL + 1, FULL - 1)))
-    assert forward.where_ranks_differ([one, two]).startswith(
+    assert doctor.where_ranks_differ([one, two]).startswith(
         "not the same on all ranks, from drop on"
     )
-    assert forward.where_ranks_differ([one, dict(list(two.items())[1:])]) == ""
+    assert doctor.where_ranks_differ([one, dict(list(two.items())[1:])]) == ""
     two = dict(zip(names, outputs_of(FULL, *HALVES)))  # a stage's activations
-    assert forward.where_ranks_differ([one, two]) == ""
+    assert doctor.where_ranks_differ([one, two]) == ""
 
 
 def failed(name: str, text: str, differs=False) -> dict:
@@ -151,17 +199,18 @@ def failed(name: str, text: str, differs=False) -> dict:
 def runs(monkeypatch):
     """Two runs: one process, and TP, which has its own functions and optimizer."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    forward, steps = doctor.Forward(), doctor.Steps()
+    forward = doctor.Forward()
     forward.outputs = {"one process": {}, "TP": {}}
-    steps.calls = {
-        ("one process", "loss"): ["reference_loss (line 5)"],
-        ("TP", "loss"): ["sharded_loss (line 9)"],
-        ("one process", "clipping"): ["norm_by_pytorch (line 20)", "clip (line 3)"],
-        ("TP", "clipping"): ["global_norm (line 30)", "clip (line 3)"],
-    }
-    steps.optimizers = {"one process": ("AdamW", "line 1"), "TP": ("SGD", "line 2")}
     monkeypatch.setattr(doctor, "FORWARD", forward)
-    monkeypatch.setattr(doctor, "STEPS", steps)
+    places = {
+        ("one process", "loss"): ("reference_loss (line 5)", ""),
+        ("TP", "loss"): ("sharded_loss (line 9)", ""),
+        ("one process", "clipping"): ("norm_by_pytorch (line 20)", ""),
+        ("TP", "clipping"): ("global_norm (line 30)", ""),
+        ("one process", "update"): ("AdamW", " at line 1"),
+        ("TP", "update"): ("SGD", " at line 2"),
+    }
+    monkeypatch.setattr(doctor, "PLACES", places)
 
 
 MISSING = failed(
@@ -280,7 +329,8 @@ def test_a_ring_that_gloo_aborts():
     assert "was aborted (SIGABRT): it got a message of another size" in said
 
 
-# All ways to name the other end of a message; a group that ends before the others.
+# All ways to name the other end of a message; a group that ends before the others, and
+# a rank that leaves without a word.
 PLAIN = """
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -289,6 +339,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 pair = dist.new_group([1, 2])
 x = torch.full((1,), float(rank))
+label = torch.zeros(2)  # of a class, not of a message
 if rank == 1:
     dist.send(x, 2, group=pair)
     dist.send(x, group=pair, group_dst=1)
@@ -302,7 +353,8 @@ if rank > 0:
 dist.all_reduce(x)
 assert x.item() == 2.0, x
 print(f"rank {rank} has ended well", flush=True)
-dist.destroy_process_group()
+if rank > 0:
+    dist.destroy_process_group()
 """
 
 
