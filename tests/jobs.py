@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -57,9 +56,9 @@ MEMORY = psutil.virtual_memory().total
 AT_A_TIME = int(os.environ.get("TEST_JOBS", jobs_at_a_time(CORES, MEMORY)))
 POOL = ThreadPoolExecutor(AT_A_TIME)
 STARTED = {}  # (lesson, ranks, *flags) → its future
+TO_DO = {}  # the same → what runs it, until somebody begins with it
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 NOTEBOOKS = ThreadPoolExecutor(max(1, AT_A_TIME // 2))  # cells wait half of the time
-TO_OPEN = deque()  # (its future, notebook, ranks) of those that wait for their turn
 RUNNING = {}  # mark → the torchrun process
 
 
@@ -220,19 +219,30 @@ def ahead(what: str, ranks: int, *flags):
     if job not in STARTED:
         kinds = {".py": run_driver, ".ipynb": run_notebook}
         run = kinds.get(Path(what).suffix, run_lesson)
+        pools = [POOL]
         if what == "faulty.py":
-            STARTED[job] = WAITING.submit(run_faulty, *job)
+            run, pools = run_faulty, [WAITING]
         elif what == "bug.py":
-            pool = WAITING if flags[1] in HANGS else POOL
-            STARTED[job] = pool.submit(run_bug, *job)
+            run, pools = run_bug, [WAITING if flags[1] in HANGS else POOL]
         elif run is run_notebook:
-            STARTED[job] = Future()
-            TO_OPEN.append((STARTED[job], *job))
-            for pool in (NOTEBOOKS, POOL):  # there it is behind all other jobs
-                pool.submit(run_next_notebook)
-        else:
-            STARTED[job] = POOL.submit(run, *job)
+            pools = [NOTEBOOKS, POOL]  # there it is behind all other jobs
+        STARTED[job], TO_DO[job] = Future(), run
+        for pool in pools:
+            pool.submit(do, job)
     return STARTED[job]
+
+
+def do(job: tuple) -> None:
+    """Run a job, unless somebody has begun with it."""
+    run = TO_DO.pop(job, None)
+    if run is None:
+        return
+    future = STARTED[job]
+    future.set_running_or_notify_cancel()
+    try:
+        future.set_result(run(*job))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def begin(function, *args):
@@ -317,16 +327,6 @@ def run_notebook(name: str, ranks: int) -> Done:
     return done._replace(data={"launched": launched})
 
 
-def run_next_notebook() -> None:
-    """Run the first that waits. Asked for by two pools, so the second may find none."""
-    with contextlib.suppress(IndexError):
-        future, *job = TO_OPEN.popleft()
-        try:
-            future.set_result(run_notebook(*job))
-        except BaseException as error:
-            future.set_exception(error)
-
-
 def answer(listener: Listener, launched: list[str]) -> None:
     """Launch what is asked for, and send back what was printed and the exit code."""
     with contextlib.suppress(OSError):  # closed: the notebook has ended
@@ -348,10 +348,11 @@ def run_of_a_test(script: str, ranks: int, *flags) -> Done | None:
         place = flags.index("--json")
         path = ROOT / flags[place + 1]
         del flags[place : place + 2]
-    future = STARTED.get((Path(script).stem, ranks, *flags))
-    if future is None or not (future.running() or future.done()):
-        return None  # who waits for a long queue may meet a time limit
-    done = future.result()
+    job = (Path(script).stem, ranks, *flags)
+    if job not in STARTED:
+        return None
+    do(job)  # here, if it still waits for its turn: a cell has a time limit
+    done = STARTED[job].result()
     if path:
         path.write_text(json.dumps(done.data, indent=1))
     return done
