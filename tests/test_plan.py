@@ -18,7 +18,7 @@ import published
 import pytest
 import torch
 import torch.distributed as dist
-from runs import CONTEXT_RUNS, PROOF, SCHEDULES, SHARED_HEADS, number, over, rows_with
+from runs import CONTEXT_RUNS, SCHEDULES, SHARED_HEADS, number, over, rows_with
 from test_refusals import message
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,7 +68,7 @@ def test_every_rank_counts_what_was_predicted(run):
     assert compared >= run[1]
 
 
-@over([(SHARED_HEADS, 4), (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1")])
+@over([(SHARED_HEADS, 4), (SHARED_HEADS, 4, "--kv-heads", "1")])
 def test_shared_heads_are_as_beyond_09_counts(run):
     """T > K, which lesson 05 refuses: bytes of parameters, and every call per step."""
     data = jobs.result(*run).data
