@@ -7,6 +7,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -263,13 +264,22 @@ def path_of(name: str) -> Path:
 
 
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
-    """A lesson under torchrun with --json."""
+    """A lesson, alone in a folder, or a script, under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "out.json")
-        done = launch(path_of(lesson), ranks, *flags, "--json", path, limit=900)
+        path, script = Path(folder, "out.json"), path_of(lesson)
+        if lesson in LESSONS:
+            script = copy_alone(script, Path(folder))
+        done = launch(script, ranks, *flags, "--json", path, limit=900)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)
+
+
+def copy_alone(script: Path, folder: Path) -> Path:
+    """A copy in a folder of its own: a lesson is one file, and needs no other."""
+    alone = folder / "alone"
+    alone.mkdir()
+    return Path(shutil.copy(script, alone))
 
 
 def run_bug(_, ranks: int, number: str, name: str, *flags) -> Done:
