@@ -61,6 +61,7 @@ TO_DO = {}  # the same → what runs it, until somebody begins with it
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 NOTEBOOKS = ThreadPoolExecutor(max(1, AT_A_TIME // 2))  # cells wait half of the time
 RUNNING = {}  # mark → the torchrun process
+COSTS = os.environ.get("TEST_COSTS")  # a file: seconds of CPU and in all per launch
 
 
 class Done(NamedTuple):
@@ -98,6 +99,14 @@ class Nursery:
         assert self.process.stdout.readline() == "ready\n"
         self.own = processes(self.mark)
 
+    def seconds(self) -> float:
+        """Of CPU, by its own processes and by all ranks that have ended."""
+        found = 0.0
+        for pid, _ in self.own:
+            with contextlib.suppress(psutil.Error):
+                found += sum(psutil.Process(pid).cpu_times()[:4])
+        return found
+
     def run(self, job: dict, limit: float) -> tuple[int, str]:
         """Exit code and closing report; whatever takes too long is killed."""
         alarm = threading.Timer(limit, end, [self.mark])
@@ -114,11 +123,15 @@ def launch(script, ranks: int, *flags, limit=600, **env) -> Done:
     nursery = Nursery.idle.pop() if Nursery.idle else Nursery()
     with tempfile.TemporaryDirectory() as folder:
         job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)]}
-        start = time.time()
+        start, before = time.time(), nursery.seconds()
         code, report = nursery.run(job | {"env": env, "folder": folder}, limit)
         ended = time.time()
         left = still_running(nursery.mark, nursery.own) if code != -9 else []
         out, err = (printed(Path(folder), name) for name in ("stdout", "stderr"))
+    if COSTS:
+        line = f"{nursery.seconds() - before:7.1f} {ended - start:7.1f}  {ranks} ranks:"
+        with open(COSTS, "a") as file:
+            print(line, Path(script).name, *flags, file=file)
     if left or code == -9:
         end(nursery.mark)
     else:
