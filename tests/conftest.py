@@ -5,7 +5,8 @@ Launching ranks is most of what the suite costs. A test names what it launches,
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
 and jobs start in the order of the tests, one per core (at least two; TEST_JOBS=6: six),
-before the tests ask. First run the modules that wait for none of them,
+before the tests ask. TEST_COSTS=FILE writes down the seconds that each launch of ranks
+takes, of CPU and in all. First run the modules that wait for none of them,
 and the tests of live ranks; notebooks come last, and when nothing else runs, tests
 marked `alone`. What is launched twice with the same flags runs once, also for a
 notebook. One notebook runs next to two jobs, for its cells often wait; when no other

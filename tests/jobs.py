@@ -7,6 +7,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -57,10 +57,11 @@ MEMORY = psutil.virtual_memory().total
 AT_A_TIME = int(os.environ.get("TEST_JOBS", jobs_at_a_time(CORES, MEMORY)))
 POOL = ThreadPoolExecutor(AT_A_TIME)
 STARTED = {}  # (lesson, ranks, *flags) → its future
+TO_DO = {}  # the same → what runs it, until somebody begins with it
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 NOTEBOOKS = ThreadPoolExecutor(max(1, AT_A_TIME // 2))  # cells wait half of the time
-TO_OPEN = deque()  # (its future, notebook, ranks) of those that wait for their turn
 RUNNING = {}  # mark → the torchrun process
+COSTS = os.environ.get("TEST_COSTS")  # a file: seconds of CPU and in all per launch
 
 
 class Done(NamedTuple):
@@ -98,6 +99,14 @@ class Nursery:
         assert self.process.stdout.readline() == "ready\n"
         self.own = processes(self.mark)
 
+    def seconds(self) -> float:
+        """Of CPU, by its own processes and by all ranks that have ended."""
+        found = 0.0
+        for pid, _ in self.own:
+            with contextlib.suppress(psutil.Error):
+                found += sum(psutil.Process(pid).cpu_times()[:4])
+        return found
+
     def run(self, job: dict, limit: float) -> tuple[int, str]:
         """Exit code and closing report; whatever takes too long is killed."""
         alarm = threading.Timer(limit, end, [self.mark])
@@ -114,11 +123,15 @@ def launch(script, ranks: int, *flags, limit=600, **env) -> Done:
     nursery = Nursery.idle.pop() if Nursery.idle else Nursery()
     with tempfile.TemporaryDirectory() as folder:
         job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)]}
-        start = time.time()
+        start, before = time.time(), nursery.seconds()
         code, report = nursery.run(job | {"env": env, "folder": folder}, limit)
         ended = time.time()
         left = still_running(nursery.mark, nursery.own) if code != -9 else []
         out, err = (printed(Path(folder), name) for name in ("stdout", "stderr"))
+    if COSTS:
+        line = f"{nursery.seconds() - before:7.1f} {ended - start:7.1f}  {ranks} ranks:"
+        with open(COSTS, "a") as file:
+            print(line, Path(script).name, *flags, file=file)
     if left or code == -9:
         end(nursery.mark)
     else:
@@ -220,19 +233,30 @@ def ahead(what: str, ranks: int, *flags):
     if job not in STARTED:
         kinds = {".py": run_driver, ".ipynb": run_notebook}
         run = kinds.get(Path(what).suffix, run_lesson)
+        pools = [POOL]
         if what == "faulty.py":
-            STARTED[job] = WAITING.submit(run_faulty, *job)
+            run, pools = run_faulty, [WAITING]
         elif what == "bug.py":
-            pool = WAITING if flags[1] in HANGS else POOL
-            STARTED[job] = pool.submit(run_bug, *job)
+            run, pools = run_bug, [WAITING if flags[1] in HANGS else POOL]
         elif run is run_notebook:
-            STARTED[job] = Future()
-            TO_OPEN.append((STARTED[job], *job))
-            for pool in (NOTEBOOKS, POOL):  # there it is behind all other jobs
-                pool.submit(run_next_notebook)
-        else:
-            STARTED[job] = POOL.submit(run, *job)
+            pools = [NOTEBOOKS, POOL]  # there it is behind all other jobs
+        STARTED[job], TO_DO[job] = Future(), run
+        for pool in pools:
+            pool.submit(do, job)
     return STARTED[job]
+
+
+def do(job: tuple) -> None:
+    """Run a job, unless somebody has begun with it."""
+    run = TO_DO.pop(job, None)
+    if run is None:
+        return
+    future = STARTED[job]
+    future.set_running_or_notify_cancel()
+    try:
+        future.set_result(run(*job))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def begin(function, *args):
@@ -253,13 +277,22 @@ def path_of(name: str) -> Path:
 
 
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
-    """A lesson under torchrun with --json."""
+    """A lesson, alone in a folder, or a script, under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "out.json")
-        done = launch(path_of(lesson), ranks, *flags, "--json", path, limit=900)
+        path, script = Path(folder, "out.json"), path_of(lesson)
+        if lesson in LESSONS:
+            script = copy_alone(script, Path(folder))
+        done = launch(script, ranks, *flags, "--json", path, limit=900)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)
+
+
+def copy_alone(script: Path, folder: Path) -> Path:
+    """A copy in a folder of its own: a lesson is one file, and needs no other."""
+    alone = folder / "alone"
+    alone.mkdir()
+    return Path(shutil.copy(script, alone))
 
 
 def run_bug(_, ranks: int, number: str, name: str, *flags) -> Done:
@@ -317,16 +350,6 @@ def run_notebook(name: str, ranks: int) -> Done:
     return done._replace(data={"launched": launched})
 
 
-def run_next_notebook() -> None:
-    """Run the first that waits. Asked for by two pools, so the second may find none."""
-    with contextlib.suppress(IndexError):
-        future, *job = TO_OPEN.popleft()
-        try:
-            future.set_result(run_notebook(*job))
-        except BaseException as error:
-            future.set_exception(error)
-
-
 def answer(listener: Listener, launched: list[str]) -> None:
     """Launch what is asked for, and send back what was printed and the exit code."""
     with contextlib.suppress(OSError):  # closed: the notebook has ended
@@ -348,10 +371,11 @@ def run_of_a_test(script: str, ranks: int, *flags) -> Done | None:
         place = flags.index("--json")
         path = ROOT / flags[place + 1]
         del flags[place : place + 2]
-    future = STARTED.get((Path(script).stem, ranks, *flags))
-    if future is None or not (future.running() or future.done()):
-        return None  # who waits for a long queue may meet a time limit
-    done = future.result()
+    job = (Path(script).stem, ranks, *flags)
+    if job not in STARTED:
+        return None
+    do(job)  # here, if it still waits for its turn: a cell has a time limit
+    done = STARTED[job].result()
     if path:
         path.write_text(json.dumps(done.data, indent=1))
     return done

@@ -37,7 +37,7 @@ WITH_FLAGS = [
     (TRANSFORMER, 2, "--kv-heads", "2", "--hidden", "160", "--vocab-size", "300",
      "--heads", "4", "--batch-size", "3", "--seq-len", "40", "--steps", "5",
      "--layers", "1", "--dropout", "0"),
-    (VOCAB, 4, *PROOF, "--tie"),
+    (VOCAB, 3, *PROOF, "--tie"),  # which shares out 257 rows unevenly
     (MESH, 4, "--dp", "2", "--ragged", *PROOF, "--heads", "4", "--kv-heads", "2",
      "--seq-len", "61", "--schedule", "gpipe"),
     # No mean of ragged lengths is a whole number here.
@@ -47,7 +47,7 @@ WITH_FLAGS = [
     *((MESH, 4, f"--{axis}", "4", *SHORT, "--layers", "1") for axis in ("dp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
-    (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
+    *((SHARED_HEADS, 4, "--kv-heads", kv_heads) for kv_heads in "14"),  # notebook 09
     *((MESH_2D, ranks) for ranks in (1, 2, 4)),
     (MESH_2D, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
     (MESH_2D, 4, *PROOF, "--mesh", "1x4", "--width", "96"),
@@ -63,8 +63,9 @@ CHECKPOINT_RUNS = [
 ONE_KV_HEAD = ("--heads", "4", "--kv-heads", "1")
 CONTEXT_RUNS = [(CONTEXT, ranks) for ranks in (1, 2, 3)]
 CONTEXT_RUNS += [
-    (CONTEXT, 2, *PROOF, "--heads", "8", "--kv-heads", "8", "--layers", "1"),
-    (CONTEXT, 4, *PROOF, "--tp", "2", "--steps", "2"),
+    *((CONTEXT, 2, "--heads", "8", "--kv-heads", kv_heads) for kv_heads in "28"),
+    (CONTEXT, 4, "--tp", "2"),  # these three are notebook 11's, too
+    (CONTEXT, 4, *PROOF, "--tp", "2", "--steps", "2", "--layers", "1"),
     (CONTEXT, 4, *PROOF, *ONE_KV_HEAD, "--no-ulysses", "--steps", "2"),
     # Lines of the text end before most positions: ranks without any target.
     (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
@@ -75,23 +76,25 @@ SCHEDULE_RUNS = [
     (SCHEDULES, 4),
     (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
 ]
-EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
+EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3, 4)]
 EXPERT_RUNS += [
     (EXPERTS, 4, *PROOF, "--top-k", "3", "--balance", "0"),
-    (EXPERTS, 4, *PROOF, "--ep", "2", "--layers", "4", "--steps", "2"),
+    *((EXPERTS, 4, axis, "2") for axis in ("--ep", "--tp")),  # notebook 16 runs these
     (EXPERTS, 8, *PROOF, "--ep", "2", "--tp", "2", "--top-k", "1", "--steps", "2"),
     # More experts than rows: most get none.
-    (EXPERTS, 4, *PROOF, "--experts", "32", "--seq-len", "2", "--steps", "2"),
-]
+    (EXPERTS, 4, *PROOF, "--experts", "32", "--seq-len", "2", "--steps", "2",
+     "--layers", "4"),
+]  # fmt: skip
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
 ZERO_RUNS = [(ZERO, ranks) for ranks in (1, 4)]
 ZERO_RUNS += [
     (ZERO, 3, "--steps", "2"),
-    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12",
-     "--steps", "2"),
+    (ZERO, 4, *PROOF, "--microbatches", "3", "--batch-size", "12", "--steps", "2",
+     "--layers", "1"),
     (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
-    (ZERO, 2, "--bf16", "--steps", "2"),
+    (ZERO, 4, "--microbatches", "4", "--stages", "4"),  # notebook 15 runs these two
+    (ZERO, 4, "--bf16", "--steps", "2"),
 ]  # fmt: skip
 IN_PIECES_RUNS = [(IN_PIECES, ranks) for ranks in (1, 2)]
 IN_PIECES_RUNS += [

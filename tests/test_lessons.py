@@ -7,7 +7,6 @@ it checked was enough, and by bounds no wider than CONTRIBUTING.md allows.
 import json
 import math
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,13 +117,14 @@ def test_more_ranks_change_nothing(lesson):
         assert set(values(one)) == set(values(other)) == {values(one)[0]}, (one, other)
 
 
-@over([(lesson, 4 if lesson == MESH else 2) for lesson in jobs.LESSONS])
-def test_a_lesson_is_one_file(run, tmp_path):
-    """Alone in an empty folder it prints what it prints in the repository."""
-    lesson, ranks = run
-    shutil.copy(jobs.PATHS[lesson], tmp_path)
-    done = jobs.launch(tmp_path / f"{lesson}.py", ranks)
-    assert done.out == jobs.result(*run).out, done.text
+@pytest.mark.launches(MLP, 2)
+def test_a_lesson_is_one_file(tmp_path):
+    """All runs of lessons are of one that is alone in a folder. In the repository, with
+    the others beside it, it prints the same."""
+    path = jobs.copy_alone(jobs.PATHS[MLP], tmp_path)
+    assert [*path.parent.iterdir()] == [path]
+    done = jobs.launch(jobs.PATHS[MLP], 2)
+    assert done.out == jobs.result(MLP, 2).out, done.text
 
 
 def run_edited(folder: Path, lesson: str, edits: dict[str, str], *flags) -> jobs.Done:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -580,3 +581,29 @@ def test_the_weekly_workflow_runs_what_the_course_promises():
 ])  # fmt: skip
 def test_make_test_uses_the_cores_of_a_machine(cores, gigabytes, jobs_there):
     assert jobs.jobs_at_a_time(cores, gigabytes * 10**9) == jobs_there
+
+
+DONE = jobs.Done(0, "PASS", "", 1.0, 1.0, [], {})
+
+
+def test_a_run_that_a_notebook_shares_happens_once(monkeypatch):
+    """If it still waits for its turn, where the notebook asks for it."""
+    job, calls = ("09_job", 2, "--steps", "1"), []
+    monkeypatch.setitem(jobs.STARTED, job, Future())
+    monkeypatch.setitem(jobs.TO_DO, job, lambda *of: calls.append(of) or DONE)
+    assert jobs.run_of_a_test("beyond/09_job.py", *job[1:]) is DONE
+    jobs.do(job)  # its turn
+    assert jobs.run_of_a_test("beyond/09_job.py", *job[1:]) is DONE and calls == [job]
+    assert jobs.run_of_a_test("beyond/09_job.py", 2) is None
+
+
+def test_who_waits_for_a_run_gets_its_error(monkeypatch):
+    def fail(*job):
+        raise LookupError("no such lesson")
+
+    job = ("09_job", 2)
+    monkeypatch.setitem(jobs.STARTED, job, Future())
+    monkeypatch.setitem(jobs.TO_DO, job, fail)
+    jobs.do(job)
+    with pytest.raises(LookupError):
+        jobs.result(*job)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from in_ranks import VOCABULARIES, no_group
 from runs import (
     ALL_RUNS,
+    PROOF,
     SEQUENCE,
     TRANSFORMER,
     VOCAB,
@@ -221,7 +222,7 @@ def test_batches_follow_the_seed():
 RUNS = [run for run in ALL_RUNS if run[0] in (TRANSFORMER, VOCAB, SEQUENCE)]
 
 
-@over([*RUNS, (VOCAB, 3)])  # which shares out 257 rows unevenly
+@over(RUNS)
 def test_a_fresh_model_knows_nothing(run):
     data = jobs.result(*run).data
     assert data["verdict"] == "PASS"
@@ -230,7 +231,7 @@ def test_a_fresh_model_knows_nothing(run):
     assert abs(number(first["without TP"]) - math.log(V)) < 0.6
 
 
-@over([(TRANSFORMER, 2), (TRANSFORMER, 4)])
+@over([(TRANSFORMER, 2), (TRANSFORMER, 4, *PROOF)])
 def test_memory_is_what_is_replicated_and_a_part_of_what_is_split(run):
     """Its columns add up to the bytes measured, without TP and with it."""
     data = jobs.result(*run).data
