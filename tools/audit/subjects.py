@@ -30,7 +30,6 @@ from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
-FOLLOWING = (*VAGUE, Kind.FACTOR, Kind.FACTORS, Kind.USES, Kind.SUM)
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
     r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!.*\.\d)",
     re.IGNORECASE,
@@ -53,18 +52,9 @@ class Subject:
         """What a finding is called: the key of its fault, or what says more."""
         return key
 
-    def explains(self, other: Subject) -> bool:
-        """May a fault of another subject follow from one of this?"""
-        return False
-
     def is_inside(self, module: str) -> bool:
         """Is a module inside of the one to which this belongs?"""
         return module != self.module and is_within(module, self.module)
-
-
-def explains_outputs(self, other: Subject) -> bool:
-    """Of a parameter or buffer: wrong outputs of modules may follow."""
-    return isinstance(other, Output)
 
 
 def of_relation(stage: str):
@@ -114,8 +104,6 @@ def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
 
 class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
-
-    explains = explains_outputs
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -207,8 +195,6 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    explains = explains_outputs
-
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
         held = [x.flatten() for found in case.index for x in found.values()]
@@ -225,8 +211,6 @@ class Missing(Subject):
 
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
-
-    explains = explains_outputs
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
@@ -526,10 +510,6 @@ class Loss(Subject):
 
 class Flow(Subject):
     """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
-
-    def explains(self, other: Subject) -> bool:
-        """In backward it comes before the gradients of parameters."""
-        return isinstance(other, Gradient) and other.kind in FOLLOWING
 
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
@@ -845,10 +825,6 @@ class Gradient(Subject):
                 found.append((name, relation))
         return found
 
-    def explains(self, other: Subject) -> bool:
-        """Only what its module returns in backward makes other gradients wrong."""
-        return isinstance(other, Gradient) and other.kind in FOLLOWING
-
     def is_of_backward(self) -> bool:
         """Is it wrong in backward, and not only in what is done with it afterwards?
         Then a wrong gradient arrives at its module or is returned by it."""
@@ -1033,11 +1009,6 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainBuffer(Subject):
     """A buffer that train mode changes, if its value after one pass is wrong."""
 
-    def explains(self, other: Subject) -> bool:
-        return isinstance(other, (TrainMode, TrainLoss)) and not is_nothing_dropped(
-            other
-        )
-
     def wrong(self) -> str:
         case = self.case
         how = case.relation_of_state("changed", self.where)
@@ -1049,15 +1020,8 @@ class TrainBuffer(Subject):
         return f"after one pass: {how}"
 
 
-def is_nothing_dropped(subject: Subject) -> bool:
-    return isinstance(subject, TrainLoss) and bool(subject.not_dropped())
-
-
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
-
-    def explains(self, other: Subject) -> bool:
-        return isinstance(other, TrainLoss) and not is_nothing_dropped(other)
 
 
 class Dropped(Subject):
