@@ -57,6 +57,11 @@ def is_consequence(found: Finding, earlier: list[Finding]) -> bool:
     sure = [f for f in earlier if isinstance(f.subject, HELD)]
     if any(other.where == found.where for other in sure):
         return True
+    if isinstance(subject, subjects.Update) and subject.is_frozen:
+        # An average of weights that are wrong themselves.
+        others = [f.subject for f in earlier if f.fault.of is subjects.Update]
+        if not all(other.is_frozen for other in others):
+            return True
     for other in earlier:  # one cause, in one module
         is_same = other.category == found.category and not other.follows
         if is_same and other.subject.module == subject.module:
@@ -72,10 +77,7 @@ def is_consequence(found: Finding, earlier: list[Finding]) -> bool:
         causes = TRAINED
     elif isinstance(subject, (subjects.Step, subjects.Update)):
         causes = TRAINED  # what train mode has changed may be used in the steps
-        if found.category == "update of a frozen parameter":  # of wrong weights
-            causes += (subjects.Update,)
-    others = [f for f in earlier if f.category != found.category]
-    return any(f.fault.of in causes for f in others)
+    return any(f.fault.of in causes for f in earlier)
 
 
 def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:

@@ -29,7 +29,7 @@ from .compare import (
 from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
-OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
+OF_FLOW = (*VAGUE, Kind.SUM, Kind.NONE, Kind.MIXED)  # or in what arrives
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
     r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!.*\.\d)",
     re.IGNORECASE,
@@ -1178,6 +1178,7 @@ class Update(Subject):
         self.number = number
         self.seen = f"after step {number + 1}"
         self.ranks = case.holders(name)
+        self.is_frozen = case.is_frozen(name)
         self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
         self.not_updated = []  # ranks that have left it out; see missing()
@@ -1250,36 +1251,10 @@ class Update(Subject):
                 found &= known | (x == e)
         return found
 
-    def other_settings(self) -> str:
-        """Is its step a multiple of the right one, or off by a multiple of itself, as
-        with another learning rate or weight decay? The same on all ranks."""
-        case = self.case
-        _, before = self.before()
-        is_shaped = all(x.shape == e.shape for x, e in zip(self.after, self.right))
-        if not (self.is_wrong and is_shaped):
-            return ""
-        off = [x - e for x, e in zip(self.after, self.right)]
-        steps = [e - x for x, e in zip(before, self.right)]
-        scale = scale_of(torch.cat([e.flatten() for e in steps]))
-        for directions, words in (
-            (steps, "the step is {:.4g} times the right one"),
-            (before, "the step is off by {:.4g} times the parameter (weight decay)"),
-        ):
-            k = multiple_of(off, directions)
-            rest = [x - k * direction for x, direction in zip(off, directions)]
-            if all(case.ruler.near(x, 0 * x, 100 * scale) for x in rest):
-                return words.format(k + (directions is steps))
-        return ""
-
     def wrong_gradient(self, what: str = "grads") -> str:
         wrong = self.wrong_ranks(what)
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
-
-    def differs_in_first_step(self) -> str:
-        """Is the gradient wrong in a step that repeats the first pass?"""
-        ranks = self.case.unsteady(self.where) if self.number == 0 else []
-        return f"two equal passes differ on ranks {ranks}" if ranks else ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
@@ -1296,13 +1271,10 @@ class Update(Subject):
                     self.others.append(name)
         return is_missing
 
-    def apart(self) -> bool:
-        return self.is_wrong and self.are_apart()
-
     def grads_apart(self) -> str:
         """Of a parameter that cannot be compared: do the gradients of replicas differ
         already? Only their replicas can be compared."""
-        if not self.apart_unmatched():
+        if self.where not in self.case.unmatched or not self.are_apart():
             return ""
         grads, _ = self.case.compared(self.where, "grads", self.number)
         for places in self.case.replica_sets(self.where):
@@ -1318,8 +1290,9 @@ class Update(Subject):
                     return f"ranks {ranks} have different gradients"
         return ""
 
-    def apart_unmatched(self) -> bool:
-        return self.where in self.case.unmatched and self.are_apart()
+    def apart(self) -> bool:
+        is_known = self.is_wrong or self.where in self.case.unmatched
+        return is_known and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
