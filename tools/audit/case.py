@@ -12,6 +12,7 @@ from .compare import (
     equal_ones,
     nan_ranks,
     numbers,
+    scale_of,
     wrong_rows,
     wrong_share,
 )
@@ -142,6 +143,20 @@ class Case(Tensors):
             if is_known and not self.ruler.near(x, y, scale):
                 found.append(rank)
         return found
+
+    def replicas_apart(self, name: str, held: list, factor: int = 1) -> list[int]:
+        """Two ranks with the same piece whose tensors differ, if there are any."""
+        ranks = self.holders(name)
+        for places in self.replica_sets(name):
+            first = held[places[0]]
+            for place in places:
+                x = held[place]
+                is_same = x is first
+                if x is not None and first is not None:
+                    is_same = self.ruler.near(x, first, factor * scale_of(first))
+                if not is_same:
+                    return [ranks[places[0]], ranks[place]]
+        return []
 
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""

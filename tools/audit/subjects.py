@@ -865,16 +865,11 @@ class Gradient(Subject):
     def sees_other_data(self) -> str:
         """Do ranks with the same piece of a sharded parameter compute other outputs
         with it? Then they have different samples or tokens."""
-        case = self.case
-        ranks = case.holders(self.where)
-        point = Point(self.module)
+        ranks = self.case.holders(self.where)
         same = []
-        for places in case.replica_sets(self.where):
+        for places in self.case.replica_sets(self.where):
             same = [ranks[place] for place in places]
-            held = [case.own[rank].value(point) for rank in same]
-            if len(same) in (1, len(ranks)) or any(x is None for x in held):
-                return ""
-            if all(case.ruler.near(x, held[0], scale_of(held[0])) for x in held):
+            if len(same) in (1, len(ranks)) or not self.is_of_other_data(same):
                 return ""
         said = f"ranks {same} hold one piece and have computed different outputs"
         return said if same else ""
@@ -895,7 +890,7 @@ class Gradient(Subject):
     def is_of_other_data(self, ranks: list[int]) -> bool:
         """Have these ranks computed other outputs with it, from other samples?"""
         held = [self.case.own[rank].value(Point(self.module)) for rank in ranks]
-        if any(x is None or x.shape != held[0].shape for x in held):
+        if any(x is None for x in held):
             return False
         near = self.case.ruler.near
         return not all(near(x, held[0], scale_of(held[0])) for x in held)
@@ -984,13 +979,13 @@ class Accumulated(Subject):
         """Over all ranks, or over those that hold the same piece?"""
         sizes = {len(places) for places in self.case.replica_sets(self.where)}
         sizes = {self.case.ranks, *sizes} - {1}
-        return any(self.is_times(size, 1) for size in sizes)
+        return any(map(self.has_first, sizes))
 
-    def is_times(self, first: float, second: float) -> bool:
+    def has_first(self, times: int) -> bool:
         """Is it so many times the first batch's gradient, plus that of the second?"""
         case = self.case
         for held, one, both in zip(self.held, self.first, self.right):
-            right = first * one + second * (both - one)
+            right = both + (times - 1) * one
             scale = case.grad_scale([right, both])
             if held is None or not case.ruler.near(held, right, scale):
                 return False
@@ -1274,21 +1269,12 @@ class Update(Subject):
     def grads_apart(self) -> str:
         """Of a parameter that cannot be compared: do the gradients of replicas differ
         already? Only their replicas can be compared."""
-        if self.where not in self.case.unmatched or not self.are_apart():
+        case = self.case
+        if self.where not in case.unmatched or not self.are_apart():
             return ""
-        grads, _ = self.case.compared(self.where, "grads", self.number)
-        for places in self.case.replica_sets(self.where):
-            first = grads[places[0]]
-            for place in places:
-                other = grads[place]
-                if first is None or other is None:
-                    is_same = first is other
-                else:
-                    is_same = self.case.ruler.near(other, first, scale_of(first))
-                if not is_same:
-                    ranks = [self.ranks[places[0]], self.ranks[place]]
-                    return f"ranks {ranks} have different gradients"
-        return ""
+        grads, _ = case.compared(self.where, "grads", self.number)
+        ranks = case.replicas_apart(self.where, grads)
+        return f"ranks {ranks} have different gradients" if ranks else ""
 
     def apart(self) -> bool:
         is_known = self.is_wrong or self.where in self.case.unmatched
@@ -1296,10 +1282,4 @@ class Update(Subject):
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
-        for places in self.case.replica_sets(self.where):
-            first = self.after[places[0]]
-            scale = 10 * scale_of(first)
-            for place in places:
-                if not self.case.ruler.near(self.after[place], first, scale):
-                    return True
-        return False
+        return bool(self.case.replicas_apart(self.where, self.after, 10))
