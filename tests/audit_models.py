@@ -4,6 +4,7 @@ A fused q, k, v and a tied head; a parallel model with other classes and names; 
 that are on one rank each; LoRA; PyTorch's plan for a split sequence.
 """
 
+import itertools
 import time
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -88,28 +89,37 @@ class Split(nn.Module):
         return x if self.group is None else Sum.apply(x, self.group)
 
 
+def tell(model, group, bug: str = ""):
+    """Tell all modules of a model the group and the bug."""
+    for module in filter(lambda m: isinstance(m, Split), model.modules()):
+        module.group = group
+        module.bug = bug
+    return model
+
+
 def cutting(bug: str, at: str = "", rows="up.weight up.bias", columns="down.weight"):
-    """A parallelize that slices parameters and buffers of one module along dim 0 or 1,
-    and tells all modules the group and the bug."""
+    """A parallelize that slices parameters and buffers of some modules along dim 0 or 1
+    (of "name/3", each of 3 blocks), and tells all modules the group and the bug."""
 
     def parallelize(model, group):
         for dim, names in enumerate((rows, columns)):
-            for name in names.split():
-                owner, _, key = f"{at}.{name}".strip(".").rpartition(".")
+            for prefix, text in itertools.product(at.split() or [""], names.split()):
+                name, _, blocks = text.partition("/")
+                owner, _, key = f"{prefix}.{name}".strip(".").rpartition(".")
                 module = model.get_submodule(owner)
-                sliced = piece(getattr(module, key), group, dim)
+                sliced = piece(getattr(module, key), group, dim, int(blocks or 1))
                 is_buffer = key in module._buffers
                 setattr(module, key, sliced.data if is_buffer else sliced)
-        for module in filter(lambda m: isinstance(m, Split), model.modules()):
-            module.group = group
-            module.bug = bug
-        return model
+        return tell(model, group, bug)
 
     return parallelize
 
 
-def split_feed(feed, group, bug: str = "") -> None:
-    cutting(bug)(feed, group)
+def attend(parts, **options):
+    """Attention of q, k and v in heads."""
+    heads = [part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2) for part in parts]
+    y = F.scaled_dot_product_attention(*heads, **options)
+    return y.transpose(1, 2).flatten(2)
 
 
 def tokens_batch(step):
@@ -127,14 +137,10 @@ class FusedAttention(Split):
         self.c_proj = nn.Linear(D, D)
 
     def forward(self, x):
-        x = self.f(x)
-        parts = []
-        for part in self.c_attn(x).chunk(3, -1):
-            parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
+        parts = self.c_attn(self.f(x)).chunk(3, -1)
         if self.bug == "float32":  # the full model computes this in float64
             parts = [part.float().double() for part in parts]
-        y = F.scaled_dot_product_attention(*parts, is_causal=True)
-        return self.project(y.transpose(1, 2).flatten(2))
+        return self.project(attend(parts, is_causal=True))
 
     def project(self, y):
         if self.group is None or self.bug == "no sum":
@@ -166,18 +172,14 @@ class FusedModel(Split):
 
 
 def fused_subject(bug: str):
+    rows = "c_attn.weight/3 c_attn.bias/3"
+    if bug == "contiguous":
+        rows = "c_attn.weight c_attn.bias"
+
     def parallelize(model, group):
-        attn = model.attn
-        blocks = 1 if bug == "contiguous" else 3
-        attn.c_attn.weight = piece(attn.c_attn.weight, group, 0, blocks)
-        attn.c_attn.bias = piece(attn.c_attn.bias, group, 0, blocks)
-        first = attn.c_proj.weight.detach().chunk(group.size(), 1)[0]
-        attn.c_proj.weight = piece(attn.c_proj.weight, group, 1)
+        cutting(bug, "attn", rows, "c_proj.weight")(model, group)
         if bug == "broadcast":  # DistributedDataParallel sends rank 0's parameters
-            attn.c_proj.weight = nn.Parameter(first.clone())
-        attn.group = group
-        attn.bug = bug
-        model.bug = bug
+            dist.broadcast(model.attn.c_proj.weight.data, 0, group)
         return model
 
     def clip(model, max_norm):
@@ -432,17 +434,10 @@ class Odd(Split):
         positions = torch.arange(S).to(self.table)
         x = x + (positions[:, None] * self.table).cos()
         memory = self.norm(memory)
-        queried = x
-        if self.group is not None:
-            queried = Copy.apply(x, self.group)
-            if self.bug != "memory":
-                memory = Copy.apply(memory, self.group)
-        parts = []
-        for part in (self.q(queried), self.k(memory), self.v(memory)):
-            parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
-        y = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-        y = F.linear(y, self.o.weight)
-        y = self.g(y)
+        queried = self.f(x)
+        memory = self.f(memory, self.bug != "memory")
+        y = attend((self.q(queried), self.k(memory), self.v(memory)))
+        y = self.g(F.linear(y, self.o.weight))
         y = self.batch_norm((x + y + self.o.bias).transpose(1, 2)).transpose(1, 2)
         length = self.last.weight.detach().norm()
         if self.bug == "stale":
@@ -450,17 +445,14 @@ class Odd(Split):
         return self.scale * F.linear(y, self.last.weight / length)
 
 
+QKV = "q.weight q.bias k.weight k.bias v.weight v.bias"
+
+
 def odd_subject(bug: str):
     def parallelize(model, group):
-        for linear in (model.q, model.k, model.v):
-            linear.weight = piece(linear.weight, group)
-            linear.bias = piece(linear.bias, group)
-        model.o.weight = piece(model.o.weight, group, 1)
         model.length = model.last.weight.detach().norm()
         model.table = model.table.float()  # a constructor that names a dtype
-        model.group = group
-        model.bug = bug
-        return model
+        return cutting(bug, "", QKV, "o.weight")(model, group)
 
     def batch(step):
         inputs = torch.randn(3, S, D), torch.randn(3, S - 1, D)
@@ -487,12 +479,7 @@ class Pair(Split):
 
 
 def pairs_subject(bug: str):
-    def parallelize(model, group):
-        for pair in model:
-            split_feed(pair, group, bug)
-        return model
-
-    return subject_of(lambda: nn.Sequential(Pair(), Pair()), parallelize)
+    return subject_of(lambda: nn.Sequential(Pair(), Pair()), cutting(bug, "0 1"))
 
 
 def float32_loss_subject(bug: str):
@@ -534,8 +521,7 @@ def lists_subject(bug: str):
         first = group.rank() * count
         own.heads = own.heads[first : first + count]
         own.proj = RowDown(SimpleNamespace(down=own.proj), group, bug)
-        own.group = group
-        return model
+        return tell(model, group)
 
     return subject_of(lambda: nn.Sequential(nn.LayerNorm(D), Heads()), parallelize)
 
@@ -592,10 +578,8 @@ class Experts(Split):
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
         if self.group is None or self.bug != "scale":
             weights = weights / weights.sum(-1, keepdim=True)
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
-            if self.bug != "router":
-                weights = Copy.apply(weights, self.group)
+        x = self.f(x)
+        weights = self.f(weights, self.bug != "router")
         y = torch.zeros_like(x)
         for name, expert in self.experts.items():
             of_expert = (weights * (chosen == int(name))).sum(-1, keepdim=True)
@@ -619,9 +603,7 @@ def experts_subject(bug: str):
             others = [str(i) for i in range(EXPERTS) if (i + 1) % T == group.rank()]
             kept = {name: moe.experts[other] for name, other in zip(own, others)}
         moe.experts = nn.ModuleDict(kept)
-        moe.group = group
-        moe.bug = bug
-        return model
+        return tell(model, group, bug)
 
     subject = SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
     if bug == "experts summed":  # as DistributedDataParallel does
@@ -650,46 +632,31 @@ class Lora(Split):
     def forward(self, x):
         if self.kind == "full":
             return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
-        if self.kind == "column":
-            low = x @ self.lora_A.T
-            if self.bug != "A":
-                low = Copy.apply(low, self.group)
-            x = Copy.apply(x, self.group)
-            return self.base(x) + low @ self.lora_B.T
         low = x @ self.lora_A.T
+        if self.kind == "column":
+            return self.base(self.f(x)) + self.f(low, self.bug != "A") @ self.lora_B.T
         if self.bug == "B":
             y = F.linear(x, self.base.weight) + low @ self.lora_B.T
-            return Sum.apply(y, self.group) + self.base.bias
-        y = Sum.apply(F.linear(x, self.base.weight), self.group) + self.base.bias
-        return y + Sum.apply(low, self.group) @ self.lora_B.T
+            return self.g(y) + self.base.bias
+        y = self.g(F.linear(x, self.base.weight)) + self.base.bias
+        return y + self.g(low) @ self.lora_B.T
 
 
 def lora_subject(bug: str):
-    def build():
-        return nn.Sequential(Lora(D, 2 * D), nn.Tanh(), Lora(2 * D, D))
+    build = lambda: nn.Sequential(Lora(D, 2 * D), nn.Tanh(), Lora(2 * D, D))
 
     def parallelize(model, group):
-        up = model[0]
-        up.base.weight = piece(up.base.weight, group)
-        up.base.bias = piece(up.base.bias, group)
-        up.lora_B = piece(up.lora_B, group)
-        down = model[2]
-        down.base.weight = piece(down.base.weight, group, 1)
-        down.lora_A = piece(down.lora_A, group, 1)
-        for module, kind in ((up, "column"), (down, "row")):
-            module.kind = kind
-            module.group = group
-            module.bug = bug
+        rows = "0.base.weight 0.base.bias 0.lora_B"
+        cutting(bug, "", rows, "2.base.weight 2.lora_A")(model, group)
+        up, _, down = model
+        up.kind, down.kind = "column", "row"
         if bug == "frozen":
             down.lora_B.requires_grad_(False)
         if bug == "trained":
             down.base.bias.requires_grad_(True)
         return model
 
-    def batch(step):
-        return torch.randn(3, S, D), torch.randn(3, S, D)
-
-    return SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+    return subject_of(build, parallelize)
 
 
 # ---- PyTorch's plan, with a sharded embedding in front of a split sequence.
@@ -720,6 +687,9 @@ def plan_subject(bug: str):
 
 
 # ---- A block with plain functions between its modules.
+
+
+BLOCK = "up.weight up.bias gain"  # what is cut along dim 0
 
 
 class Block(Split):
@@ -787,10 +757,6 @@ class Leaky(torch.autograd.Function):
         return grad
 
 
-def split_block(block, group, bug: str = "") -> None:
-    cutting(bug, "", "up.weight up.bias gain")(block, group)
-
-
 def clip_blocks(bug: str):
     """Clipping that is right, or has one of the bugs of public threads."""
 
@@ -829,8 +795,8 @@ def block_subject(bug: str):
     def parallelize(model, group):
         if bug == "not split":
             return None
-        split_block(model[0], group, bug if bug == "no dropout" else "")
-        split_block(model[1], group, bug)
+        cutting(bug, "0 1", BLOCK)(model, group)
+        model[0].bug = bug if bug == "no dropout" else ""
         up = model[1].up.weight
         if bug == "rounded":
             up.data = up.data.bfloat16().to(up.dtype)
@@ -870,13 +836,7 @@ class Twice(nn.Module):
 
 def twice_subject(bug: str):
     """A module that is called twice; its second call may be wrong."""
-
-    parallelize = cutting(bug, "block", "up.weight up.bias gain", "down.weight")
-
-    subject = block_subject("")
-    subject.build = Twice
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Twice, cutting(bug, "block", BLOCK))
 
 
 # ---- A linear on this rank's rows of its input: its gradient is partial.
@@ -939,16 +899,14 @@ def rows_subject(bug: str):
         p.grad = p.last
 
     def parallelize(model, group):
-        linear = model[1]
-        linear.group = group
-        linear.bug = bug
+        weight = model[1].weight
         if bug == "reduced again":
-            linear.weight.register_post_accumulate_grad_hook(sum_again)
+            weight.register_post_accumulate_grad_hook(sum_again)
         if bug == "overwritten":
-            own = vars(linear.weight)
-            linear.weight.register_hook(lambda grad: own.update(last=grad))
-            linear.weight.register_post_accumulate_grad_hook(overwrite)
-        return model
+            own = vars(weight)
+            weight.register_hook(lambda grad: own.update(last=grad))
+            weight.register_post_accumulate_grad_hook(overwrite)
+        return tell(model, group, bug)
 
     return subject_of(
         lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False)),
@@ -1048,19 +1006,13 @@ class Rejoined(Split):
         return self.pair(Gather.apply(x, self.group, False))
 
 
+def sum_of_norm(model):
+    for p in model.norm.parameters():
+        dist.all_reduce(p.grad)
+
+
 def rejoined_subject(bug: str):
-    subject = stack_subject("")
-
-    parallelize = cutting(bug, "pair")
-
-    def after_backward(model):
-        for p in model.norm.parameters():
-            dist.all_reduce(p.grad)
-
-    subject.build = Rejoined
-    subject.parallelize = parallelize
-    subject.after_backward = after_backward
-    return subject
+    return subject_of(Rejoined, cutting(bug, "pair"), after_backward=sum_of_norm)
 
 
 class Ended(Split):
@@ -1081,13 +1033,7 @@ class Ended(Split):
 
 
 def ended_subject(bug: str):
-    subject = rejoined_subject("")
-
-    parallelize = cutting(bug, "", "", "")
-
-    subject.build = Ended
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Ended, cutting(bug, "", "", ""), after_backward=sum_of_norm)
 
 
 class Join(nn.Module):
@@ -1103,11 +1049,9 @@ class Join(nn.Module):
 
 def join_subject(bug: str):
     def parallelize(model, group):
-        model[0].weight = piece(model[0].weight, group)
-        model[0].bias = piece(model[0].bias, group)
         model[1] = Join(group)
-        split_feed(model[2], group, bug)
-        return model
+        rows = "0.weight 0.bias 2.up.weight 2.up.bias"
+        return cutting(bug, "", rows, "2.down.weight")(model, group)
 
     return subject_of(
         lambda: nn.Sequential(nn.Linear(D, D), nn.Identity(), Pair()), parallelize
@@ -1134,7 +1078,7 @@ class Doubled(nn.Module):
 
 def doubled_subject(bug: str):
     def parallelize(model, group):
-        split_block(model[0], group)
+        cutting("", "0", BLOCK)(model, group)
         linear = model[1]
         linear.is_idle = bug == "idle" and group.rank() == 1
         if bug != "idle":
@@ -1173,17 +1117,14 @@ class Groups(Split):
     def forward(self, x):
         x = self.f(x)
         y = self.qkv(x)
-        if self.bug == "read":
-            parts = [part.unflatten(-1, (-1, D // HEADS)) for part in y.chunk(3, -1)]
-        else:
-            parts = y.unflatten(-1, (-1, 3, D // HEADS)).unbind(-2)
-        parts = [part.transpose(1, 2) for part in parts]
-        y = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-        if self.group is None:
-            return self.proj(y)
+        parts = y.chunk(3, -1)
+        if self.bug != "read":
+            of_heads = y.unflatten(-1, (-1, 3, D // HEADS)).unbind(-2)
+            parts = [part.flatten(2) for part in of_heads]
+        y = attend(parts)
         if self.bug == "bias":
-            return Sum.apply(self.proj(y), self.group)
-        return Sum.apply(F.linear(y, self.proj.weight), self.group) + self.proj.bias
+            return self.g(self.proj(y))
+        return self.g(F.linear(y, self.proj.weight)) + self.proj.bias
 
 
 class GroupsModel(nn.Module):
@@ -1195,26 +1136,25 @@ class GroupsModel(nn.Module):
         self.head = nn.Linear(D, V)
 
     def forward(self, tokens):
-        group = self.attn.group
-        if group is None:
-            x = self.wte(tokens)
-        else:  # only the sum is right, and this is done between modules
-            rows = len(self.wte.weight)
-            tokens = tokens - rows * group.rank()
-            is_here = (tokens >= 0) & (tokens < rows)
-            x = self.wte(tokens.clamp(0, rows - 1)) * is_here[..., None]
-            x = Sum.apply(x, group)
+        x = rows_of(self.wte, tokens, self.attn.group)
         return self.head(x + self.attn(self.norm(x)))
 
 
-def groups_subject(bug: str):
-    parallelize = cutting(
-        bug, "", "attn.qkv.weight attn.qkv.bias wte.weight", "attn.proj.weight"
-    )
+def rows_of(embed, tokens, group):
+    """Only the sum is right, and this is done between modules."""
+    if group is None:
+        return embed(tokens)
+    rows = len(embed.weight)
+    tokens = tokens - rows * group.rank()
+    is_here = (tokens >= 0) & (tokens < rows)
+    x = embed(tokens.clamp(0, rows - 1)) * is_here[..., None]
+    return Sum.apply(x, group)
 
-    return SimpleNamespace(
-        build=GroupsModel, parallelize=parallelize, batch=tokens_batch
-    )
+
+def groups_subject(bug: str):
+    rows = "attn.qkv.weight attn.qkv.bias wte.weight"
+    cut = cutting(bug, "", rows, "attn.proj.weight")
+    return subject_of(GroupsModel, cut, batch=tokens_batch)
 
 
 # ---- Experts with local numbers; no token chooses those of the last rank.
@@ -1246,8 +1186,7 @@ def unused_subject(bug: str):
         layer.scale = piece(layer.scale, group)
         if bug == "first rows":
             layer.scale = nn.Parameter(first.clone())
-        layer.group = group
-        return model
+        return tell(model, group)
 
     return subject_of(lambda: nn.Sequential(nn.Linear(D, D), Unused()), parallelize)
 
@@ -1269,15 +1208,10 @@ class Scattered(Split):
 
 def scattered_subject(bug: str):
     def parallelize(model, group):
-        model[0].weight = piece(model[0].weight, group)
-        model[0].bias = piece(model[0].bias, group)
-        model[1].linear.weight = piece(model[1].linear.weight, group, 1)
-        model[1].group = group
-        model[1].bug = bug
         model[2].register_forward_pre_hook(
             lambda module, inputs: Gather.apply(inputs[0], group, False)
         )
-        return model
+        return cutting(bug, "", "0.weight 0.bias", "1.linear.weight")(model, group)
 
     return subject_of(
         lambda: nn.Sequential(nn.Linear(D, 2 * D), Scattered(), nn.Linear(D, D)),
@@ -1302,25 +1236,19 @@ class Headed(Split):
         x = self.norm(self.block(x)) + self.table[: x.shape[1], None]
         if group is None:
             return F.linear(x, self.head)
-        if self.bug != "no f":
-            x = Copy.apply(x, group)
+        x = self.f(x, self.bug != "no f")
         y = F.linear(x, self.head).transpose(1, 2)
         return Gather.apply(y, group, False).transpose(1, 2)
 
 
 def headed_subject(bug: str):
     def parallelize(model, group):
-        split_block(model.block, group)
-        model.head = piece(model.head, group)
         model.table[S:] = 0  # positions that no batch has
         del model.pooler
-        model.bug = bug
-        return model
+        rows = "block.up.weight block.up.bias block.gain head"
+        return cutting(bug, "", rows, "block.down.weight")(model, group)
 
-    subject = block_subject("")
-    subject.build = Headed
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Headed, parallelize)
 
 
 # ---- Both models multiply in bfloat16, so partial sums have its rounding errors.
@@ -1333,11 +1261,8 @@ class Coarse(Split):
         self.down = nn.Linear(8 * D, D, bias=False)
 
     def forward(self, x):
-        group = self.group
-        h = x if group is None or self.bug == "no f" else Copy.apply(x, group)
-        h = self.up(h).tanh().bfloat16()
-        y = F.linear(h, self.down.weight.bfloat16()).to(x)
-        return y if group is None else Sum.apply(y, group)
+        h = self.up(self.f(x, self.bug != "no f")).tanh().bfloat16()
+        return self.g(F.linear(h, self.down.weight.bfloat16()).to(x))
 
 
 def coarse_subject(bug: str):
@@ -1393,8 +1318,8 @@ class Feed(Split):
 
 def feeds_subject(bug: str):
     def parallelize(model, group):
-        split_feed(model[1], group, "" if bug == "behind f" else bug)
-        split_feed(model[2], group, bug if bug == "behind f" else "")
+        cutting("", "1 2")(model, group)
+        model[2 if bug == "behind f" else 1].bug = bug
         return model
 
     return subject_of(
@@ -1438,8 +1363,8 @@ class Layout(nn.Module):
 
 def layout_subject(bug: str, layout: str = "swapped"):
     def parallelize(model, group):
-        split_feed(model.a, group)
-        split_feed(model.b, group, bug)
+        cutting("", "a b")(model, group)
+        model.b.bug = bug
         model.layout = layout
         return model
 
@@ -1468,18 +1393,11 @@ class Branches(nn.Module):
 
 
 def branches_subject(bug: str):
-    parallelize = cutting(
-        bug,
-        "",
-        "a.up.weight a.up.bias b.up.weight b.up.bias",
-        "a.down.weight b.down.weight",
-    )
-
     def batch(step):
         x, y, target = torch.randn(3, 3, S, D)
         return (x, y), target
 
-    return SimpleNamespace(build=Branches, parallelize=parallelize, batch=batch)
+    return subject_of(Branches, cutting(bug, "a b"), batch=batch)
 
 
 # ---- What a model returns: the loss gets all of it.
@@ -1556,13 +1474,11 @@ class Padded(Split):
 
 
 def padded_subject(bug: str):
-    parallelize = cutting(bug, "embed", "weight", "")
-
     def batch(step):
         tokens = torch.arange(2 * V).view(6, 10) % V  # all of them
         return tokens, tokens.roll(1)
 
-    return SimpleNamespace(build=Padded, parallelize=parallelize, batch=batch)
+    return subject_of(Padded, cutting(bug, "embed", "weight", ""), batch=batch)
 
 
 # ---- A buffer that train mode changes, by statistics of a shard.
@@ -1622,28 +1538,6 @@ def kept_moments_subject(bug: str):
     return subject
 
 
-# ---- A shared expert with a gate: every rank has both in full.
-
-
-class Gated(Feed):
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Linear(D, D, bias=False)
-        self.gate = nn.Linear(D, 1, bias=False)
-
-    def forward(self, x):
-        shared = self.gate(x).sigmoid() * self.shared(x)
-        y = self.down(self.up(self.f(x)).relu())
-        if self.bug == "gated, before":
-            return self.g(shared + y)
-        y = self.g(y)
-        return y if self.bug == "gated, left out" else shared + y
-
-
-def gated_expert_subject(bug: str):
-    return after_linear(Gated, cutting(bug, "1"))
-
-
 # ---- Rows of other ranks' tokens are masked outside of the embedding. A soft cap.
 
 
@@ -1653,30 +1547,16 @@ class Capped(Split):
         self.embed = nn.Embedding(V, D)
         self.feed = Feed()
 
-    def rows(self, tokens):
-        if self.group is None:
-            return self.embed(tokens)
-        rows = V // self.group.size()
-        tokens = tokens - self.group.rank() * rows
-        is_here = (tokens >= 0) & (tokens < rows)
-        x = self.embed(tokens.clamp(0, rows - 1)) * is_here[..., None]
-        return Sum.apply(x, self.group)
-
     def forward(self, tokens):
-        x = self.feed(4 * self.rows(tokens))
+        x = self.feed(4 * rows_of(self.embed, tokens, self.group))
         x = (x / 2).tanh() * 2
         return (x / 2).tanh() * 2 if self.bug == "capped twice" else x
 
 
 def capped_subject(bug: str):
-    parallelize = cutting(
-        bug, "", "embed.weight feed.up.weight feed.up.bias", "feed.down.weight"
-    )
-
-    def batch(step):
-        return torch.randint(V, (3, S)), torch.randn(3, S, D)
-
-    return SimpleNamespace(build=Capped, parallelize=parallelize, batch=batch)
+    rows = "embed.weight feed.up.weight feed.up.bias"
+    batch = lambda step: (torch.randint(V, (3, S)), torch.randn(3, S, D))
+    return subject_of(Capped, cutting(bug, "", rows, "feed.down.weight"), batch=batch)
 
 
 # ---- An attention of four linears, and masks.
@@ -1690,56 +1570,21 @@ class Masked(Split):
         self.v = nn.Linear(D, D)
         self.o = nn.Linear(D, D, bias=False)
 
-    def linears(self):
-        return self.q, self.k, self.v
-
     def forward(self, x):
         h = self.f(x)
-        parts = []
-        for linear in self.linears():
-            parts.append(linear(h).unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
         mask = torch.ones(S, S, dtype=torch.bool).tril()
         if self.bug == "no mask":
             mask = None
         elif self.bug == "window":
             mask = mask.triu(-2)
-        y = F.scaled_dot_product_attention(*parts, attn_mask=mask)
-        y = F.linear(y.transpose(1, 2).flatten(2), self.o.weight)
-        return x + (self.g(y))
+        y = attend((self.q(h), self.k(h), self.v(h)), attn_mask=mask)
+        return x + self.g(self.o(y))
 
 
-class Listed(Masked):
-    """Its linears are in a list, whose name is that of one fused weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.ModuleList(super().linears())
-        del self.q, self.k, self.v
-
-    def linears(self):
-        return self.qkv
-
-
-def masked_subject(bug: str, make=Masked):
-    def parallelize(model, group):
-        for linear in model.mix.linears():
-            linear.weight = piece(linear.weight, group)
-            linear.bias = piece(linear.bias, group)
-        model.mix.o.weight = piece(model.mix.o.weight, group, 1)
-        model.mix.group = group
-        model.mix.bug = bug
-        return model
-
-    return subject_of(
-        lambda: nn.Sequential(
-            OrderedDict(norm=nn.LayerNorm(D), mix=make(), head=nn.Linear(D, D))
-        ),
-        parallelize,
-    )
-
-
-def listed_subject(bug: str):
-    return masked_subject(bug.removesuffix(" of a list"), Listed)
+def masked_subject(bug: str):
+    parts = lambda: dict(norm=nn.LayerNorm(D), mix=Masked(), head=nn.Linear(D, D))
+    build = lambda: nn.Sequential(OrderedDict(parts()))
+    return subject_of(build, cutting(bug, "mix", QKV, "o.weight"))
 
 
 # ---- BatchNorm of features that are split: in train mode the bias in front of it has
@@ -1752,24 +1597,14 @@ class Normed(Feed):
         self.norm = nn.BatchNorm1d(2 * D)
 
     def forward(self, x):
-        h = 0.1 * (self.f(x))
+        h = 0.1 * self.f(x)
         h = self.norm(self.up(h).transpose(1, 2)).transpose(1, 2).relu()
-        y = F.linear(h, self.down.weight)
-        return self.g(y)
+        return self.g(self.down(h))
 
 
 def normed_subject(bug: str):
-    def parallelize(model, group):
-        split_feed(model[1], group, bug)
-        norm = model[1].norm
-        norm.weight = piece(norm.weight, group)
-        norm.bias = piece(norm.bias, group)
-        for name in ("running_mean", "running_var"):
-            own = getattr(norm, name).chunk(group.size())[group.rank()]
-            setattr(norm, name, own.clone())
-        return model
-
-    return after_linear(Normed, parallelize)
+    rows = "up.weight up.bias norm.weight norm.bias norm.running_mean norm.running_var"
+    return after_linear(Normed, cutting(bug, "1", rows))
 
 
 # ---- GroupNorm on channels that are split.
@@ -1788,16 +1623,11 @@ class Channels(Split):
 
 def channels_subject(bug: str):
     def parallelize(model, group):
-        model.up.weight = piece(model.up.weight, group)
-        model.up.bias = piece(model.up.bias, group)
-        model.norm.weight = piece(model.norm.weight, group)
-        model.norm.bias = piece(model.norm.bias, group)
         model.norm.num_channels //= group.size()
         if bug != "full groups":
             model.norm.num_groups //= group.size()
-        model.down.weight = piece(model.down.weight, group, 1)
-        model.group = group
-        return model
+        rows = "up.weight up.bias norm.weight norm.bias"
+        return cutting(bug, "", rows)(model, group)
 
     return subject_of(Channels, parallelize)
 
@@ -1814,8 +1644,7 @@ def empty_subject(bug: str):
             weight = weight[rows] if linear is feed.up else weight[:, rows]
             linear.weight = nn.Parameter(weight.clone())
         feed.up.bias = nn.Parameter(feed.up.bias.detach()[rows].clone())
-        feed.group = group
-        return model
+        return tell(model, group)
 
     def build():
         feed = Feed()
@@ -1837,24 +1666,18 @@ class GatedRows(Feed):
 
     def forward(self, x):
         rows, gate = self.up.weight[:-1], self.up.weight[-1:]
-        if self.group is not None:
-            x = Copy.apply(x, self.group)
-            if self.bug != "row of all":
-                gate = Copy.apply(gate, self.group)
+        x = self.f(x)
+        gate = self.f(gate, self.bug != "row of all")
         h = F.linear(x, rows) * F.linear(x, gate).sigmoid()
-        y = F.linear(h, self.down.weight)
-        return self.g(y)
+        return self.g(self.down(h))
 
 
 def gated_rows_subject(bug: str):
     def parallelize(model, group):
-        feed = model[1]
-        rows = piece(feed.up.weight[:-1], group)
-        feed.up.weight = nn.Parameter(torch.cat([rows, feed.up.weight[-1:]]).detach())
-        feed.down.weight = piece(feed.down.weight, group, 1)
-        feed.group = group
-        feed.bug = bug
-        return model
+        up = model[1].up
+        rows = piece(up.weight[:-1], group)
+        up.weight = nn.Parameter(torch.cat([rows, up.weight[-1:]]).detach())
+        return cutting(bug, "1", "")(model, group)
 
     return after_linear(GatedRows, parallelize)
 
@@ -1893,21 +1716,16 @@ class Stacked(Split):
 
     def forward(self, x):
         for scale, up, down in zip(self.scale, self.up, self.down):
-            h = x * scale
-            h = self.f(h, not self.bug)
-            y = F.linear(F.linear(h, up).relu(), down)
-            x = x + (self.g(y))
+            h = self.f(x * scale, not self.bug)
+            x = x + self.g(F.linear(F.linear(h, up).relu(), down))
         return self.head(x)
 
 
 def stacked_subject(bug: str):
     def parallelize(model, group):
-        model.up = nn.Parameter(model.up.detach().chunk(group.size(), 1)[group.rank()])
         down = model.down.detach().chunk(group.size(), 2)
         model.down = nn.Parameter(down[group.rank()].clone())
-        model.group = group
-        model.bug = bug
-        return model
+        return cutting(bug, "", "", "up")(model, group)
 
     return subject_of(Stacked, parallelize)
 
@@ -1967,15 +1785,9 @@ class Turned(Split):
 
 def turned_subject(bug: str):
     def parallelize(model, group):
-        own = model[1]
-        for number, weight in enumerate(own.w12.weights):
-            own.w12.weights[number] = piece(weight, group)
-        own.down.weight = piece(own.down.weight, group, 1)
-        own.group = group
-        own.bug = own.mix.bug = bug
         if bug == "turns":
-            own.turns = own.turns.roll(group.rank(), 0)
-        return model
+            model[1].turns = model[1].turns.roll(group.rank(), 0)
+        return cutting(bug, "1", "w12.weights.0 w12.weights.1")(model, group)
 
     return after_linear(Turned, parallelize)
 
@@ -2015,9 +1827,7 @@ def spread_subject(bug: str):
             return inputs[0].chunk(group.size(), 1)[group.rank()]
 
         model[0].register_forward_pre_hook(own_rows)
-        model[1].group = group
-        model[1].bug = bug
-        return model
+        return tell(model, group, bug)
 
     def loss(output, target, group):
         if group is None:
@@ -2031,8 +1841,7 @@ def spread_subject(bug: str):
             dist.all_reduce(p.grad, group=model[1].group)
 
     subject = after_linear(Spread, parallelize)
-    subject.loss = loss
-    subject.after_backward = after_backward
+    vars(subject).update(loss=loss, after_backward=after_backward)
     return subject
 
 
@@ -2053,9 +1862,8 @@ def asks_subject(bug: str):
     held = [None]
 
     def parallelize(model, group):
-        split_feed(model[1], group, bug)
         held.append(group)
-        return model
+        return cutting(bug, "1")(model, group)
 
     return after_linear(lambda: Asks(held), parallelize)
 
@@ -2131,7 +1939,7 @@ class Shifted(Feed):
 
 def shifted_subject(bug: str):
     def parallelize(model, group):
-        split_feed(model[1], group, bug)
+        cutting(bug, "1")(model, group)
         if group.rank():
             model[1].first.requires_grad_(False)  # its copy is not used
             model[1].last.requires_grad_(bug != "frozen")
@@ -2164,8 +1972,7 @@ class Wrapper(nn.Module):
 
 def wrapped_subject(bug: str):
     def parallelize(model, group):
-        split_feed(model[1].module, group, bug and "scaled too much")
-        return Wrapper(model)
+        return Wrapper(cutting(bug and "scaled too much", "1.module")(model, group))
 
     return after_linear(Residual, parallelize)
 
@@ -2179,16 +1986,12 @@ class Mapped(Feed):
 
 
 def sparse_subject(bug: str):
-    parallelize = cutting(bug, "1")
-
     def build():
         table = nn.Embedding(V, D, sparse=True)
         return nn.Sequential(table, Mapped(), nn.Linear(D, V))
 
-    subject = subject_of(build, parallelize)
-    subject.batch = tokens_batch
-    subject.optimizer = lambda parameters: torch.optim.SGD(parameters, 0.1)
-    return subject
+    sgd = lambda parameters: torch.optim.SGD(parameters, 0.1)
+    return subject_of(build, cutting(bug, "1"), batch=tokens_batch, optimizer=sgd)
 
 
 # model → its bugs, and what the first finding of each begins with.
@@ -2213,15 +2016,11 @@ class Several(nn.Module):
 
 
 def several_subject(bug: str):
-    parallelize = cutting("", "feed")
-
     def loss(output, target, group):
         factor = 1 if group is None or not bug else 1.5
         return factor * F.mse_loss(output["scores"], target)
 
-    subject = subject_of(Several, parallelize)
-    subject.loss = loss
-    return subject
+    return subject_of(Several, cutting("", "feed"), loss=loss)
 
 
 class Packed(Feed):
@@ -2244,15 +2043,7 @@ class Packs(nn.Module):
 
 
 def packs_subject(bug: str):
-    return subject_of(
-        Packs,
-        cutting(
-            bug,
-            "layers",
-            "0.up.weight 0.up.bias 1.up.weight 1.up.bias",
-            "0.down.weight 1.down.weight",
-        ),
-    )
+    return subject_of(Packs, cutting(bug, "layers.0 layers.1"))
 
 
 # ---- A list of matrices that each rank numbers from 0; a tensor changed in place.
@@ -2278,9 +2069,7 @@ def weights_subject(bug: str):
         count = EXPERTS // group.size()
         first = group.rank() * count
         own.parts = nn.ParameterList(list(own.parts)[first : first + count])
-        own.group = group
-        own.bug = bug
-        return model
+        return tell(model, group, bug)
 
     return after_linear(Weights, parallelize)
 
@@ -2302,10 +2091,8 @@ class InPlace(Feed):
 
 
 def in_place_subject(bug: str):
-    parallelize = cutting(bug, "1")
-
     build = lambda: nn.Sequential(nn.Linear(D, D), InPlace(), nn.Linear(D, D))
-    return subject_of(build, parallelize)
+    return subject_of(build, cutting(bug, "1"))
 
 
 # ---- A module without f. What it reads itself, by no module, is a norm's output.
@@ -2321,9 +2108,8 @@ class Inner(Feed):
 
 
 def inner_subject(bug: str):
-    return subject_of(
-        lambda: nn.Sequential(nn.LayerNorm(D), Inner()), cutting(bug, "1")
-    )
+    build = lambda: nn.Sequential(nn.LayerNorm(D), Inner())
+    return subject_of(build, cutting(bug, "1"))
 
 
 # ---- Gates and values of a unit together in one weight, so that one slice is right.
@@ -2333,19 +2119,17 @@ class Units(Feed):
     def __init__(self):
         super().__init__()
         self.gate_up = nn.Linear(D, 4 * D, bias=False)
+        del self.up
 
     def forward(self, x):
         h = self.f(x)
         gate, up = self.gate_up(h).unflatten(-1, (-1, 2)).unbind(-1)
-        y = self.down(gate.sigmoid() * up)
-        y = self.g(y)
+        y = self.g(self.down(gate.sigmoid() * up))
         return y + 0.1 * y.roll(1, -1) if self.bug == "units rolled" else y
 
 
 def units_subject(bug: str):
-    return after_linear(
-        Units, cutting(bug, "1", "up.weight up.bias gate_up.weight", "down.weight")
-    )
+    return after_linear(Units, cutting(bug, "1", "gate_up.weight"))
 
 
 # ---- Each rank computes two linears on its own rows.
@@ -2367,15 +2151,12 @@ class Divided(Split):
 
 
 def divided_subject(bug: str):
-    parallelize = cutting(bug, "", "", "")
-
     def after_backward(model):
         for p in model.parameters():
             dist.all_reduce(p.grad)
 
-    subject = subject_of(Divided, parallelize)
-    subject.after_backward = after_backward
-    return subject
+    cut = cutting(bug, "", "", "")
+    return subject_of(Divided, cut, after_backward=after_backward)
 
 
 # ---- An embedding that masks rows of other ranks, and biases in one parameter.
@@ -2392,13 +2173,8 @@ class TableRows(nn.Embedding, Split):
 
 
 def table_rows_subject(bug: str):
-    parallelize = cutting(bug, "0", "weight", "")
-
-    subject = subject_of(
-        lambda: nn.Sequential(TableRows(V, D), nn.Linear(D, V)), parallelize
-    )
-    subject.batch = tokens_batch
-    return subject
+    build = lambda: nn.Sequential(TableRows(V, D), nn.Linear(D, V))
+    return subject_of(build, cutting(bug, "0", "weight", ""), batch=tokens_batch)
 
 
 class Biases(Feed):
@@ -2414,37 +2190,6 @@ class Biases(Feed):
 
 def biases_subject(bug: str):
     return after_linear(Biases, cutting(bug, "1"))
-
-
-class Rates(Split):
-    """A gate made of a row-parallel output, as the steps of a state space model."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(D, 2 * D)
-        self.narrow = nn.Linear(2 * D, D, bias=False)
-        self.rate = nn.Linear(D // 2, 2 * D)
-        self.down = nn.Linear(2 * D, D, bias=False)
-
-    def forward(self, x):
-        h = self.up(self.f(x))
-        part = self.narrow(h)
-        if self.bug != "not summed":
-            part = self.g(part)
-        part = self.f(part)[..., : D // 2]
-        return self.g(self.down(self.rate(part).sigmoid() * h))
-
-
-def rates_subject(bug: str):
-    return after_linear(
-        Rates,
-        cutting(
-            bug,
-            "1",
-            "up.weight up.bias rate.weight rate.bias",
-            "down.weight narrow.weight",
-        ),
-    )
 
 
 # ---- Several modules read one tensor, as the layers of a decoder read a memory.
@@ -2469,13 +2214,9 @@ class Memory(Split):
 
 def memory_subject(bug: str):
     def parallelize(model, group):
-        for reader in model.readers:
-            split_feed(reader, group)
-        model.group = group
-        model.bug = bug
         if bug == "flipped":
             model.readers[1].register_forward_hook(lambda m, inputs, y: y.flip(1))
-        return model
+        return cutting(bug, "readers.0 readers.1 readers.2")(model, group)
 
     return subject_of(Memory, parallelize)
 
@@ -2511,8 +2252,6 @@ class Towers(Split):
 
 
 def towers_subject(bug: str):
-    parallelize = cutting("", "", "", "")
-
     def loss(output, target, group):
         first, second, scale = output
         if group is not None:
@@ -2526,46 +2265,7 @@ def towers_subject(bug: str):
             if not (bug == "no sum" and name == "scale"):
                 dist.all_reduce(p.grad)
 
-    subject = subject_of(Towers, parallelize)
-    subject.loss = loss
-    subject.after_backward = after_backward
-    return subject
-
-
-# ---- Rows are gathered in front of a linear, and sliced behind it.
-
-
-class Gathered(Split):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x):
-        if self.group is None:
-            return self.linear(x)
-        x = Gather.apply(x, self.group, False)
-        y = self.linear(x.flip(1) if self.bug else x)
-        return Rows.apply(y, self.group)
-
-
-class Sliced(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.rows = Gathered()
-        self.last = nn.Linear(D, D)
-
-    def forward(self, x):
-        group = self.rows.group
-        x = self.first(x)
-        if group is None:
-            return self.last(x + self.rows(x))
-        x = Rows.apply(x, group)
-        return self.last(Gather.apply(x + self.rows(x), group, False))
-
-
-def sliced_subject(bug: str):
-    return subject_of(Sliced, cutting(bug, "", "", ""))
+    return subject_of(Towers, tell, loss=loss, after_backward=after_backward)
 
 
 # ---- An optimizer with an average of weights, and another rate of shards.
@@ -2608,18 +2308,13 @@ class States(Split):
 
 def states_subject(bug: str):
     def parallelize(model, group):
-        split_feed(model.first, group)
-        is_averaged = bug == "state averaged"
-        split_feed(model.second, group, "residual averaged" if is_averaged else "")
-        model.bug = bug
+        cutting(bug, "first second")(model, group)
+        if bug == "state averaged":
+            model.second.bug = "residual averaged"
         return model
 
-    def loss(output, target):
-        return sum(F.mse_loss(x, target) for x in output)
-
-    subject = subject_of(States, parallelize)
-    subject.loss = loss
-    return subject
+    loss = lambda output, target: sum(F.mse_loss(x, target) for x in output)
+    return subject_of(States, parallelize, loss=loss)
 
 
 # ---- A router with a second loss; a module that is called three times.
@@ -2723,14 +2418,11 @@ class Convolved(Split):
 
 
 def convolved_subject(bug: str):
-    cut = cutting(bug, "", "", "out.weight")
+    conv = "conv.weight" if bug == "conv as one" else "conv.weight/2"
 
     def parallelize(model, group):
-        model.mixed.weight = piece(model.mixed.weight, group, 0, 2)
-        blocks = 1 if bug == "conv as one" else 2
-        model.conv.weight = piece(model.conv.weight, group, 0, blocks)
         model.conv.groups //= group.size()
-        return cut(model, group)
+        return cutting(bug, "", f"mixed.weight/2 {conv}", "out.weight")(model, group)
 
     return subject_of(Convolved, parallelize)
 
@@ -2925,16 +2617,11 @@ MODELS = {
         "own mean, assigned": ["train buffer", "1.average"],
     },
     kept_moments_subject: {"own mean, kept": ["train buffer", "1.average"]},
-    gated_expert_subject: {
-        "gated, before": ["forward wrong", "1"],
-        "gated, left out": ["forward wrong", "1"],
-    },
     capped_subject: {"capped twice": ["forward wrong", "the model"]},
     masked_subject: {
         "no mask": ["forward wrong", "mix"],
         "window": ["forward wrong", "mix"],
     },
-    listed_subject: {"window of a list": ["forward wrong", "mix"]},
     channels_subject: {"full groups": ["forward wrong", "norm"]},
     gated_rows_subject: {"row of all": ["gradient sum", "1.up.weight"]},
     averaged_subject: {"average": ["update", "1.average"]},
@@ -2954,7 +2641,6 @@ MODELS = {
     divided_subject: {"summed": ["backward of a module", "the model"]},
     table_rows_subject: {"unmasked": ["forward wrong", "0"]},
     biases_subject: {"row detached": ["gradient unexplained", "1.biases"]},
-    rates_subject: {"not summed": ["forward wrong", "1.rate"]},
     several_subject: {"own loss": ["loss", "loss"]},
     normed_subject: {},
     asks_subject: {"no f": ["gradient sum", "1.norm.weight"]},
@@ -2980,7 +2666,6 @@ MODELS = {
         "own slice": ["loss backward", "loss"],
         "no sum": ["gradient sum", "scale"],
     },
-    sliced_subject: {"reversed": ["forward in another order", "rows"]},
     average_subject: {"rate of shards": ["update", "1.up.weight"]},
     states_subject: {
         "state averaged": ["backward lost term", "second"],

@@ -199,7 +199,6 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("shared expert", "if the output of 1.shared counts once, not T times"),
     ("row of all", "sum the rows that several ranks have"),
     ("stacked", "Look at what reads this parameter or its module's output"),
-    ("not summed", "input 0 of 1.rate is partial"),
     ("norm of partial sums", "input 0 of 1.norm is partial"),
     ("f in front of all", "what every reader returns to it counts once, not T times"),
     ("second loss detached", "what output 1 of 1 returns to it counts once, not 0"),
