@@ -81,6 +81,11 @@ class Split(nn.Module):
     group = None
     bug = ""
 
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
     def f(self, x, is_there: bool = True):
         is_copied = self.group is not None and is_there
         return Copy.apply(x, self.group) if is_copied else x
@@ -132,9 +137,7 @@ def tokens_batch(step):
 
 class FusedAttention(Split):
     def __init__(self):
-        super().__init__()
-        self.c_attn = nn.Linear(D, 3 * D)
-        self.c_proj = nn.Linear(D, D)
+        super().__init__(c_attn=nn.Linear(D, 3 * D), c_proj=nn.Linear(D, D))
 
     def forward(self, x):
         parts = self.c_attn(self.f(x)).chunk(3, -1)
@@ -169,6 +172,43 @@ class FusedModel(Split):
         if self.bug == "detached":
             weight = weight.detach()
         return F.linear(x, weight)
+
+
+class Sends(torch.optim.AdamW):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            dist.broadcast(p.data, 0)
+
+
+class Skips(torch.optim.AdamW):
+    def step(self):
+        if dist.get_rank() != 1:
+            super().step()
+
+
+def all_but_first(parameters):
+    first = 1 if dist.get_rank() == 1 else 0  # not the embedding
+    return torch.optim.AdamW(list(parameters)[first:], 1e-3)
+
+
+def decaying(parameters, rate: float, of_large: float, of_small: float):
+    """Another weight decay of large weights: a rule that a shard does not meet."""
+    parameters = list(parameters)
+    large = [p for p in parameters if p.numel() >= 2 * D * D]
+    small = [p for p in parameters if p.numel() < 2 * D * D]
+    groups = [dict(params=large, weight_decay=of_large)]
+    groups += [dict(params=small, weight_decay=of_small)]
+    return torch.optim.AdamW(groups, rate)
+
+
+OPTIMIZERS = {
+    "sent after a step": lambda ps: Sends(ps, 1e-3),
+    "own rate": lambda ps: torch.optim.AdamW(ps, 1e-3 * (1 + dist.get_rank())),
+    "decay": lambda ps: decaying(ps, 1e-3, 0.0, 0.1),
+    "one rank skips": all_but_first,
+    "one rank skips a step": lambda ps: Skips(ps, 1e-3),
+}
 
 
 def fused_subject(bug: str):
@@ -207,45 +247,8 @@ def fused_subject(bug: str):
             p.grad = pieces[dist.get_rank() - 1]
 
         subject.after_backward = after_backward
-    if bug == "sent after a step":
-
-        class Sends(torch.optim.AdamW):
-            def step(self):
-                super().step()
-                for p in self.param_groups[0]["params"]:
-                    dist.broadcast(p.data, 0)
-
-        subject.optimizer = lambda parameters: Sends(parameters, 1e-3)
-    if bug == "own rate":
-        subject.optimizer = lambda parameters: torch.optim.AdamW(
-            parameters, 1e-3 * (1 + dist.get_rank())
-        )
-    if bug == "decay":  # a rule by the shape, which a shard does not have
-
-        def decaying(parameters):
-            parameters = list(parameters)
-            large = [p for p in parameters if p.numel() > 2 * D * D]
-            small = [p for p in parameters if p.numel() <= 2 * D * D]
-            groups = [dict(params=large), dict(params=small, weight_decay=0.1)]
-            return torch.optim.AdamW(groups, 1e-3, weight_decay=0.0)
-
-        subject.optimizer = decaying
-    if bug == "one rank skips":
-
-        def optimizer(parameters):
-            parameters = list(parameters)
-            first = 1 if dist.get_rank() == 1 else 0  # not the embedding
-            return torch.optim.AdamW(parameters[first:], 1e-3)
-
-        subject.optimizer = optimizer
-    if bug == "one rank skips a step":
-
-        class Skips(torch.optim.AdamW):
-            def step(self):
-                if dist.get_rank() != 1:
-                    super().step()
-
-        subject.optimizer = lambda parameters: Skips(parameters, 1e-3)
+    if bug in OPTIMIZERS:
+        subject.optimizer = OPTIMIZERS[bug]
     if bug == "made before":
         made = []
 
@@ -261,12 +264,11 @@ def fused_subject(bug: str):
 # ---- Other classes and names in the parallel model.
 
 
-class Mlp(nn.Module):
+class Mlp(Split):
     def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-        self.up = nn.Linear(D, 2 * D)
-        self.down = nn.Linear(2 * D, D)
+        super().__init__(
+            norm=nn.LayerNorm(D), up=nn.Linear(D, 2 * D), down=nn.Linear(2 * D, D)
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -320,8 +322,7 @@ class ParallelMlp(nn.Module):
 
 
 def renamed_subject(bug: str):
-    def build():
-        return nn.Sequential(Mlp(), Mlp())
+    build = lambda: nn.Sequential(Mlp(), Mlp())
 
     def parallelize(model, group):
         decoder = [ParallelMlp(layer, group, bug) for layer in model]
@@ -385,11 +386,9 @@ def sharp_subject(bug: str):
 # ---- A block that is computed again in backward, with dropout.
 
 
-class Recomputed(nn.Module):
+class Recomputed(Split):
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.dropout = nn.Dropout(0.5)
+        super().__init__(linear=nn.Linear(D, D), dropout=nn.Dropout(0.5))
         self.keeps_state = None  # None: nothing is computed again
 
     def block(self, x):
@@ -466,9 +465,7 @@ def odd_subject(bug: str):
 
 class Pair(Split):
     def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(D, 2 * D)
-        self.down = nn.Linear(2 * D, D)
+        super().__init__(up=nn.Linear(D, 2 * D), down=nn.Linear(2 * D, D))
 
     def forward(self, x):
         if self.bug == "f in float32":
@@ -486,16 +483,8 @@ def float32_loss_subject(bug: str):
     """Both models convert their outputs to float32, as many do with logits."""
     subject = pairs_subject(bug)
     subject.loss = lambda output, target: F.mse_loss(output.float(), target.float())
-    if bug == "slow decay":  # of the weights that are not split, by their shape
-
-        def optimizer(parameters):
-            parameters = list(parameters)
-            large = [p for p in parameters if p.numel() >= 2 * D * D]
-            small = [p for p in parameters if p.numel() < 2 * D * D]
-            groups = [dict(params=large, weight_decay=0.1), dict(params=small)]
-            return torch.optim.AdamW(groups, 2e-5, weight_decay=0.0)
-
-        subject.optimizer = optimizer
+    if bug == "slow decay":
+        subject.optimizer = lambda ps: decaying(ps, 2e-5, 0.1, 0.0)
     return subject
 
 
@@ -565,8 +554,7 @@ def integers_subject(bug: str):
 
 class Experts(Split):
     def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(D, EXPERTS, bias=False)
+        super().__init__(router=nn.Linear(D, EXPERTS, bias=False))
         names = [str(i) for i in range(EXPERTS)]
         self.experts = nn.ModuleDict({name: nn.Linear(D, D) for name in names})
         self.shared = nn.Linear(D, D)
@@ -591,21 +579,18 @@ class Experts(Split):
 
 
 def experts_subject(bug: str):
-    def build():
-        return nn.Sequential(nn.Embedding(V, D), Experts(), nn.Linear(D, V))
+    build = lambda: nn.Sequential(nn.Embedding(V, D), Experts(), nn.Linear(D, V))
 
     def parallelize(model, group):
-        moe = model[1]
-        T = group.size()
-        own = [str(i) for i in range(EXPERTS) if i % T == group.rank()]
-        kept = {name: moe.experts[name] for name in own}
-        if bug == "wrong expert":
-            others = [str(i) for i in range(EXPERTS) if (i + 1) % T == group.rank()]
-            kept = {name: moe.experts[other] for name, other in zip(own, others)}
-        moe.experts = nn.ModuleDict(kept)
+        shift = 1 if bug == "wrong expert" else 0
+        kept = {}
+        for number in range(group.rank(), EXPERTS, group.size()):
+            other = (number + shift) % EXPERTS
+            kept[str(number)] = model[1].experts[str(other)]
+        model[1].experts = nn.ModuleDict(kept)
         return tell(model, group, bug)
 
-    subject = SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    subject = subject_of(build, parallelize, batch=tokens_batch)
     if bug == "experts summed":  # as DistributedDataParallel does
 
         def after_backward(model):
@@ -683,7 +668,7 @@ def plan_subject(bug: str):
             del plan["1.norm"]
         return parallelize_module(model, mesh, plan)
 
-    return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    return subject_of(build, parallelize, batch=tokens_batch)
 
 
 # ---- A block with plain functions between its modules.
@@ -735,9 +720,8 @@ class Block(Split):
             z = F.dropout(z, 0.5 if self.bug == "rate" else 0.3, self.training)
         torch.set_rng_state(state)
         y = Sum.apply(F.linear(z, self.down.weight), self.group)
-        if self.bug == "second call" and self.calls % 2 == 0:
-            y = 1.5 * y
-        if self.bug == "longer" and x.shape[1] > S:
+        is_second = self.bug == "second call" and self.calls % 2 == 0
+        if is_second or (self.bug == "longer" and x.shape[1] > S):
             y = 1.5 * y
         is_here = self.bug != "bias on rank 0" or self.group.rank() == 0
         return x + y + self.down.bias * is_here
@@ -761,8 +745,9 @@ def clip_blocks(bug: str):
     """Clipping that is right, or has one of the bugs of public threads."""
 
     def clip(model, max_norm):
-        shards = [b.up.weight for b in model[:2]] + [b.up.bias for b in model[:2]]
-        shards += [b.gain for b in model[:2]] + [b.down.weight for b in model[:2]]
+        shards = []
+        for block in model[:2]:
+            shards += [block.up.weight, block.up.bias, block.gain, block.down.weight]
         ids = set(map(id, shards))
         total = torch.zeros(())
         own = torch.zeros(())
@@ -789,8 +774,7 @@ CLIP = ("gradients clipped", "clipped twice", "local norm", "counted")
 
 
 def block_subject(bug: str):
-    def build():
-        return nn.Sequential(Block(), Block(), nn.Linear(D, D))
+    build = lambda: nn.Sequential(Block(), Block(), nn.Linear(D, D))
 
     def parallelize(model, group):
         if bug == "not split":
@@ -813,10 +797,8 @@ def block_subject(bug: str):
         model[2].register_forward_hook(lambda m, inputs, output: output + 0 * m.extra)
         return model
 
-    subject = renamed_subject(bug)
-    subject.build = build
-    subject.parallelize = parallelize
-    subject.batch = lambda step: (torch.randn(3, S, D), 9 * torch.randn(3, S, D))
+    large = lambda step: (torch.randn(3, S, D), 9 * torch.randn(3, S, D))
+    subject = subject_of(build, parallelize, batch=large)
     if bug == "longer":  # the second batch
         subject.batch = lambda step: tuple(torch.randn(2, 3, S + step, D))
     if bug in CLIP:
@@ -824,11 +806,9 @@ def block_subject(bug: str):
     return subject
 
 
-class Twice(nn.Module):
+class Twice(Split):
     def __init__(self):
-        super().__init__()
-        self.block = Block()
-        self.head = nn.Linear(D, D)
+        super().__init__(block=Block(), head=nn.Linear(D, D))
 
     def forward(self, x):
         return self.head(self.block(self.block(x)))
@@ -939,14 +919,10 @@ class Convolution(nn.Conv1d, Split):
     def forward(self, x):
         if self.group is None:
             return super().forward(x)
-        x = Slice.apply(x, self.group)
+        x = Rows.apply(x, self.group)  # dim 1 is the channels
         bias = self.bias if self.bug == "bias" else None
         y = Sum.apply(F.conv1d(x, self.weight, bias), self.group)
         return y if self.bug == "bias" else y + self.bias[:, None]
-
-
-class Slice(Rows):
-    """The same as Rows: of a convolution, dim 1 is the channels."""
 
 
 def convolution_subject(bug: str):
@@ -960,11 +936,9 @@ def convolution_subject(bug: str):
 # ---- A stack that returns its norm's output, with a Python attribute on it.
 
 
-class Stack(nn.Module):
+class Stack(Split):
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.norm = nn.LayerNorm(D)
+        super().__init__(linear=nn.Linear(D, D), norm=nn.LayerNorm(D))
 
     def forward(self, x):
         x = self.norm(self.linear(x))
@@ -972,10 +946,9 @@ class Stack(nn.Module):
         return x
 
 
-class Head(nn.Module):
+class Head(Split):
     def __init__(self):
-        super().__init__()
-        self.pair = Pair()
+        super().__init__(pair=Pair())
 
     def forward(self, x):
         assert x.held == "replicated"
@@ -993,10 +966,7 @@ class Rejoined(Split):
     """On ranks, the norm gets this rank's rows, and the pair all of them."""
 
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.norm = nn.LayerNorm(D)
-        self.pair = Pair()
+        super().__init__(linear=nn.Linear(D, D), norm=nn.LayerNorm(D), pair=Pair())
 
     def forward(self, x):
         x = self.linear(x)
@@ -1019,9 +989,7 @@ class Ended(Split):
     """The model ends with a gather, after its last module."""
 
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.norm = nn.LayerNorm(D)
+        super().__init__(linear=nn.Linear(D, D), norm=nn.LayerNorm(D))
 
     def forward(self, x):
         x = self.linear(x)
@@ -1097,9 +1065,7 @@ def doubled_subject(bug: str):
             groups.append({"params": [p], "lr": 16e-3 if is_larger else 1e-3})
         return torch.optim.SGD(groups)
 
-    subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(Block(), Doubled())
-    subject.parallelize = parallelize
+    subject = subject_of(lambda: nn.Sequential(Block(), Doubled()), parallelize)
     if bug != "idle":
         subject.optimizer = optimizer
     return subject
@@ -1110,9 +1076,7 @@ def doubled_subject(bug: str):
 
 class Groups(Split):
     def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(D, 3 * D)
-        self.proj = nn.Linear(D, D)
+        super().__init__(qkv=nn.Linear(D, 3 * D), proj=nn.Linear(D, D))
 
     def forward(self, x):
         x = self.f(x)
@@ -1196,8 +1160,7 @@ def unused_subject(bug: str):
 
 class Scattered(Split):
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2 * D, D, bias=False)
+        super().__init__(linear=nn.Linear(2 * D, D, bias=False))
 
     def forward(self, x):
         y = self.linear(x)
@@ -1256,9 +1219,7 @@ def headed_subject(bug: str):
 
 class Coarse(Split):
     def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(D, 8 * D)
-        self.down = nn.Linear(8 * D, D, bias=False)
+        super().__init__(up=nn.Linear(D, 8 * D), down=nn.Linear(8 * D, D, bias=False))
 
     def forward(self, x):
         h = self.up(self.f(x, self.bug != "no f")).tanh().bfloat16()
@@ -1330,35 +1291,27 @@ def feeds_subject(bug: str):
 # ---- Ranks compute in another layout than the full model.
 
 
-class Layout(nn.Module):
+class Layout(Split):
     """Two blocks. Ranks compute them as [S, B, D] or [B · S, D], or shuffle rows."""
 
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.a = Feed()
-        self.b = Feed()
-        self.last = nn.Linear(D, D)
+        super().__init__(
+            first=nn.Linear(D, D), a=Feed(), b=Feed(), last=nn.Linear(D, D)
+        )
         self.layout = ""
 
     def forward(self, x):
         x = self.first(x)
-        shape = x.shape
-        order = torch.arange(len(x) * S) * 5 % (len(x) * S)
-        if self.layout == "flat":
-            x = x.flatten(0, 1)
-        elif self.layout == "shuffled":
-            x = x.flatten(0, 1)[order]
-        elif self.layout == "swapped":
-            x = x.transpose(0, 1).contiguous()
-        x = self.b(self.a(x))
-        if self.layout == "flat":
-            x = x.view(shape)
-        elif self.layout == "shuffled":
-            x = x[order.argsort()].view(shape)
-        elif self.layout == "swapped":
-            x = x.transpose(0, 1).contiguous()
-        return self.last(x)
+        if self.layout == "swapped":
+            y = self.b(self.a(x.transpose(0, 1).contiguous()))
+            return self.last(y.transpose(0, 1).contiguous())
+        if not self.layout:
+            return self.last(self.b(self.a(x)))
+        order = torch.arange(len(x) * S)
+        if self.layout == "shuffled":
+            order = order * 5 % len(order)
+        y = self.b(self.a(x.flatten(0, 1)[order]))
+        return self.last(y[order.argsort()].view(x.shape))
 
 
 def layout_subject(bug: str, layout: str = "swapped"):
@@ -1382,11 +1335,9 @@ def shuffled_subject(bug: str):
 # ---- Two branches, so that two faults can be apart.
 
 
-class Branches(nn.Module):
+class Branches(Split):
     def __init__(self):
-        super().__init__()
-        self.a = Feed()
-        self.b = Feed()
+        super().__init__(a=Feed(), b=Feed())
 
     def forward(self, x, y):
         return self.a(x) + self.b(y)
@@ -1405,9 +1356,7 @@ def branches_subject(bug: str):
 
 class Outputs(Split):
     def __init__(self):
-        super().__init__()
-        self.feed = Feed()
-        self.router = nn.Linear(D, 4)
+        super().__init__(feed=Feed(), router=nn.Linear(D, 4))
 
     def forward(self, x):
         x = self.feed(x)
@@ -1430,9 +1379,7 @@ def outputs_subject(bug: str):
 
 class Table(Split):
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(V, D)
-        self.norm = nn.LayerNorm(D)
+        super().__init__(embed=nn.Embedding(V, D), norm=nn.LayerNorm(D))
 
     def forward(self, tokens):
         x = self.norm(self.embed(tokens))
@@ -1455,9 +1402,7 @@ def table_subject(bug: str):
 
 class Padded(Split):
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(V, D, padding_idx=2)
-        self.head = nn.Linear(D, V)
+        super().__init__(embed=nn.Embedding(V, D, padding_idx=2), head=nn.Linear(D, V))
 
     def forward(self, tokens):
         if self.group is None:
@@ -1486,9 +1431,7 @@ def padded_subject(bug: str):
 
 class Moments(Split):
     def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(D, 2 * D)
-        self.down = nn.Linear(2 * D, D, bias=False)
+        super().__init__(up=nn.Linear(D, 2 * D), down=nn.Linear(2 * D, D, bias=False))
         self.register_buffer("average", torch.ones(()))
 
     def forward(self, x):
@@ -1536,27 +1479,6 @@ def kept_moments_subject(bug: str):
     subject = moments_subject(bug)
     subject.build = lambda: nn.Sequential(nn.Linear(D, D), KeptMoments())
     return subject
-
-
-# ---- Rows of other ranks' tokens are masked outside of the embedding. A soft cap.
-
-
-class Capped(Split):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(V, D)
-        self.feed = Feed()
-
-    def forward(self, tokens):
-        x = self.feed(4 * rows_of(self.embed, tokens, self.group))
-        x = (x / 2).tanh() * 2
-        return (x / 2).tanh() * 2 if self.bug == "capped twice" else x
-
-
-def capped_subject(bug: str):
-    rows = "embed.weight feed.up.weight feed.up.bias"
-    batch = lambda step: (torch.randint(V, (3, S)), torch.randn(3, S, D))
-    return subject_of(Capped, cutting(bug, "", rows, "feed.down.weight"), batch=batch)
 
 
 # ---- An attention of four linears, and masks.
@@ -1951,11 +1873,9 @@ def shifted_subject(bug: str):
 # ---- An attribute that has the name of a wrapper's.
 
 
-class Residual(nn.Module):
+class Residual(Split):
     def __init__(self):
-        super().__init__()
-        self.module = Feed()
-        self.norm = nn.LayerNorm(D)
+        super().__init__(module=Feed(), norm=nn.LayerNorm(D))
 
     def forward(self, x):
         return x + self.module(self.norm(x))
@@ -1998,10 +1918,9 @@ def sparse_subject(bug: str):
 # ---- Outputs of which the loss uses one, and layers that pass on a dict.
 
 
-class Several(nn.Module):
+class Several(Split):
     def __init__(self):
-        super().__init__()
-        self.feed = Feed()
+        super().__init__(feed=Feed())
 
     def forward(self, x):
         x = self.feed(x)
@@ -2030,10 +1949,9 @@ class Packed(Feed):
         return {"second": second, "x": 1.5 * x if self.bug == "packed" else x}
 
 
-class Packs(nn.Module):
+class Packs(Split):
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Packed(), Packed()])
+        super().__init__(layers=nn.ModuleList([Packed(), Packed()]))
 
     def forward(self, x):
         pack = {"second": 0.0, "x": x}
@@ -2137,9 +2055,7 @@ def units_subject(bug: str):
 
 class Divided(Split):
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.second = nn.Linear(D, D)
+        super().__init__(first=nn.Linear(D, D), second=nn.Linear(D, D))
 
     def forward(self, x):
         if self.group is None:
@@ -2297,9 +2213,7 @@ def average_subject(bug: str):
 
 class States(Split):
     def __init__(self):
-        super().__init__()
-        self.first = Feed()
-        self.second = Feed()
+        super().__init__(first=Feed(), second=Feed())
 
     def forward(self, x):
         state = self.first(x)
@@ -2349,9 +2263,7 @@ def routed_subject(bug: str):
 
 class Looped(Split):
     def __init__(self):
-        super().__init__()
-        self.layer = GatedLayer()
-        self.head = nn.Linear(D, D)
+        super().__init__(layer=GatedLayer(), head=nn.Linear(D, D))
 
     def forward(self, x):
         for _ in range(3):
@@ -2445,9 +2357,7 @@ class NanBehind(torch.autograd.Function):
 
 class Counted(Split):
     def __init__(self):
-        super().__init__()
-        self.feed = nn.Linear(D, D)
-        self.head = nn.Linear(D, V)
+        super().__init__(feed=nn.Linear(D, D), head=nn.Linear(D, V))
 
     def forward(self, x):
         x = self.feed(x)
@@ -2617,7 +2527,6 @@ MODELS = {
         "own mean, assigned": ["train buffer", "1.average"],
     },
     kept_moments_subject: {"own mean, kept": ["train buffer", "1.average"]},
-    capped_subject: {"capped twice": ["forward wrong", "the model"]},
     masked_subject: {
         "no mask": ["forward wrong", "mix"],
         "window": ["forward wrong", "mix"],
