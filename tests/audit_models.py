@@ -140,10 +140,13 @@ class FusedAttention(Split):
         super().__init__(c_attn=nn.Linear(D, 3 * D), c_proj=nn.Linear(D, D))
 
     def forward(self, x):
-        parts = self.c_attn(self.f(x)).chunk(3, -1)
+        parts = self.parts(self.c_attn(self.f(x)))
         if self.bug == "float32":  # the full model computes this in float64
             parts = [part.float().double() for part in parts]
         return self.project(attend(parts, is_causal=True))
+
+    def parts(self, y):
+        return y.chunk(3, -1)
 
     def project(self, y):
         if self.group is None or self.bug == "no sum":
@@ -356,9 +359,10 @@ def subject_of(build, parallelize, **more):
     return subject
 
 
-def after_linear(layer, parallelize):
+def after_linear(layer, parallelize, **more):
     """A linear and one layer more."""
-    return subject_of(lambda: nn.Sequential(nn.Linear(D, D), layer()), parallelize)
+    build = lambda: nn.Sequential(nn.Linear(D, D), layer())
+    return subject_of(build, parallelize, **more)
 
 
 # ---- A model that makes rounding errors a thousand million times larger.
@@ -888,10 +892,7 @@ def rows_subject(bug: str):
             weight.register_post_accumulate_grad_hook(overwrite)
         return tell(model, group, bug)
 
-    return subject_of(
-        lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False)),
-        parallelize,
-    )
+    return after_linear(lambda: RowsLinear(D, D, bias=False), parallelize)
 
 
 # ---- Pieces that are gathered by columns.
@@ -926,11 +927,9 @@ class Convolution(nn.Conv1d, Split):
 
 
 def convolution_subject(bug: str):
-    return subject_of(
-        lambda: nn.Sequential(nn.Linear(D, D), Convolution(S, 4, 3)),
-        cutting(bug, "1", "", "weight"),
-        batch=lambda step: (torch.randn(3, S, D), torch.randn(3, 4, D - 2)),
-    )
+    batch = lambda step: (torch.randn(3, S, D), torch.randn(3, 4, D - 2))
+    cut = cutting(bug, "1", "", "weight")
+    return after_linear(lambda: Convolution(S, 4, 3), cut, batch=batch)
 
 
 # ---- A stack that returns its norm's output, with a Python attribute on it.
@@ -1074,33 +1073,21 @@ def doubled_subject(bug: str):
 # ---- A fused weight in the order of groups (q, k, v of each head), a split embedding.
 
 
-class Groups(Split):
+class Groups(FusedAttention):
+    def parts(self, y):
+        if self.bug == "read":
+            return super().parts(y)
+        of_heads = y.unflatten(-1, (-1, 3, D // HEADS)).unbind(-2)
+        return [part.flatten(2) for part in of_heads]
+
+
+class GroupsModel(Split):
     def __init__(self):
-        super().__init__(qkv=nn.Linear(D, 3 * D), proj=nn.Linear(D, D))
-
-    def forward(self, x):
-        x = self.f(x)
-        y = self.qkv(x)
-        parts = y.chunk(3, -1)
-        if self.bug != "read":
-            of_heads = y.unflatten(-1, (-1, 3, D // HEADS)).unbind(-2)
-            parts = [part.flatten(2) for part in of_heads]
-        y = attend(parts)
-        if self.bug == "bias":
-            return self.g(self.proj(y))
-        return self.g(F.linear(y, self.proj.weight)) + self.proj.bias
-
-
-class GroupsModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wte = nn.Embedding(V, D)
-        self.norm = nn.LayerNorm(D)
-        self.attn = Groups()
+        super().__init__(wte=nn.Embedding(V, D), norm=nn.LayerNorm(D), attn=Groups())
         self.head = nn.Linear(D, V)
 
     def forward(self, tokens):
-        x = rows_of(self.wte, tokens, self.attn.group)
+        x = rows_of(self.wte, tokens, self.group)
         return self.head(x + self.attn(self.norm(x)))
 
 
@@ -1116,8 +1103,8 @@ def rows_of(embed, tokens, group):
 
 
 def groups_subject(bug: str):
-    rows = "attn.qkv.weight attn.qkv.bias wte.weight"
-    cut = cutting(bug, "", rows, "attn.proj.weight")
+    rows = "attn.c_attn.weight attn.c_attn.bias wte.weight"
+    cut = cutting(bug, "", rows, "attn.c_proj.weight")
     return subject_of(GroupsModel, cut, batch=tokens_batch)
 
 
@@ -1152,7 +1139,7 @@ def unused_subject(bug: str):
             layer.scale = nn.Parameter(first.clone())
         return tell(model, group)
 
-    return subject_of(lambda: nn.Sequential(nn.Linear(D, D), Unused()), parallelize)
+    return after_linear(Unused, parallelize)
 
 
 # ---- A partial sum that is reduce-scattered by the module around it.
@@ -1476,9 +1463,7 @@ class KeptMoments(Moments):
 
 
 def kept_moments_subject(bug: str):
-    subject = moments_subject(bug)
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), KeptMoments())
-    return subject
+    return after_linear(KeptMoments, cutting(bug, "1"))
 
 
 # ---- An attention of four linears, and masks.
@@ -1568,13 +1553,13 @@ def empty_subject(bug: str):
         feed.up.bias = nn.Parameter(feed.up.bias.detach()[rows].clone())
         return tell(model, group)
 
-    def build():
+    def narrow():
         feed = Feed()
         feed.up = nn.Linear(D, 2)
         feed.down = nn.Linear(2, D, bias=False)
-        return nn.Sequential(nn.Linear(D, D), feed)
+        return feed
 
-    return subject_of(build, parallelize)
+    return after_linear(narrow, parallelize)
 
 
 # ---- A fused weight whose last row, a gate, all ranks have.
@@ -1762,9 +1747,8 @@ def spread_subject(bug: str):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad, group=model[1].group)
 
-    subject = after_linear(Spread, parallelize)
-    vars(subject).update(loss=loss, after_backward=after_backward)
-    return subject
+    more = dict(loss=loss, after_backward=after_backward)
+    return after_linear(Spread, parallelize, **more)
 
 
 # ---- A group that layers ask for, as for a library's global. Closures of a model.
@@ -2188,8 +2172,6 @@ def towers_subject(bug: str):
 
 
 def average_subject(bug: str):
-    subject = averaged_subject("")
-
     def optimizer(named_parameters):
         named = dict(named_parameters)
         weight = named["1.up.weight"]
@@ -2204,6 +2186,7 @@ def average_subject(bug: str):
         adamw.register_step_post_hook(update)
         return adamw
 
+    subject = averaged_subject("")
     subject.optimizer = optimizer
     return subject
 
@@ -2257,8 +2240,7 @@ class Routed(Split):
 
 def routed_subject(bug: str):
     loss = lambda output, target: F.mse_loss(output[0], target) + output[1]
-    build = lambda: nn.Sequential(nn.Linear(D, D), Routed())
-    return subject_of(build, cutting(bug, "1"), loss=loss)
+    return after_linear(Routed, cutting(bug, "1"), loss=loss)
 
 
 class Looped(Split):
@@ -2496,10 +2478,7 @@ MODELS = {
         "rate": ["later loss", "loss"],
         "apart": ["gradient not the same on replicas", "1.weight"],
     },
-    groups_subject: {
-        "bias": ["forward bias", "attn.proj"],
-        "read": ["fused", "attn.qkv.weight"],
-    },
+    groups_subject: {"read": ["fused", "attn.c_attn.weight"]},
     unused_subject: {"first rows": ["wrong piece", "1.scale"]},
     scattered_subject: {"wrong": ["forward wrong", "1"]},
     headed_subject: {"no f": ["gradient sum", "norm.weight"]},
