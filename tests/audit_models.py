@@ -188,7 +188,7 @@ def all_but_first(parameters):
 
 
 def decaying(parameters, rate: float, of_large: float, of_small: float):
-    """Another weight decay of large weights: a rule that a shard does not meet."""
+    """Another weight decay for large weights; a shard of one counts as small."""
     parameters = list(parameters)
     large = [p for p in parameters if p.numel() >= 2 * D * D]
     small = [p for p in parameters if p.numel() < 2 * D * D]
