@@ -10,17 +10,14 @@ from .compare import (
     Kind,
     Relation,
     equal_ones,
-    largest_off,
     nan_ranks,
     numbers,
-    sorted_of,
+    scale_of,
     wrong_rows,
     wrong_share,
 )
 from .record import Facts
 from .tensors import Tensors
-
-NONE = torch.zeros(0, dtype=torch.int64)  # a rank that does not have a parameter
 
 
 class Case(Tensors):
@@ -114,7 +111,7 @@ class Case(Tensors):
         if any(grad is None for grad in grads):
             return Relation(Kind.NONE)
         if any(g.shape != e.shape for g, e in zip(grads, right)):
-            return Relation(Kind.SHAPE)
+            return Relation(Kind.UNEXPLAINED)
         nan = [ranks[place] for place in nan_ranks(grads)]
         if nan:
             return Relation(Kind.NAN, f"nan on ranks {nan}")
@@ -125,11 +122,7 @@ class Case(Tensors):
             others = self.in_its_place(name, self.vectors[what, None])
             found = self.over_all_ranks(grads, others, scale)
         found = found or self.over_replicas(name, grads, right, scale)
-        if found is None and self.is_tied_apart(name, what, grads, right, scale):
-            found = Relation(Kind.TIED)
         found = found or self.over_all_ranks(grads, right, scale)
-        if found is None and all(near(g, 0 * g, scale) for g in grads):
-            found = Relation(Kind.ZERO)
         if found is None and what == "grads":
             found = self.of_uses(name, grads, scale)
         return found or self.rare_relation(name, grads, right, scale)
@@ -150,6 +143,20 @@ class Case(Tensors):
             if is_known and not self.ruler.near(x, y, scale):
                 found.append(rank)
         return found
+
+    def replicas_apart(self, name: str, held: list, factor: int = 1) -> list[int]:
+        """Two ranks with the same piece whose tensors differ, if there are any."""
+        ranks = self.holders(name)
+        for places in self.replica_sets(name):
+            first = held[places[0]]
+            for place in places:
+                x = held[place]
+                is_same = x is first
+                if x is not None and first is not None:
+                    is_same = self.ruler.near(x, first, factor * scale_of(first))
+                if not is_same:
+                    return [ranks[places[0]], ranks[place]]
+        return []
 
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""
@@ -216,19 +223,6 @@ class Case(Tensors):
             return Relation(Kind.MIXED, words, k)
         return None
 
-    def is_tied_apart(self, name: str, what: str, grads, right, scale: float) -> bool:
-        """Is the sum over several parameters with the same piece right?"""
-        total = grads
-        for other in self.parameters:
-            is_same = all(
-                torch.equal(found.get(name, NONE), found.get(other, NONE))
-                for found in self.index
-            )
-            more, _ = self.compared(other, what)
-            if other != name and is_same and not any(x is None for x in more):
-                total = [x + y for x, y in zip(total, more)]
-        return total is not grads and self.ruler.all_near(total, right, scale)
-
     def of_uses(self, name: str, grads: list, scale: float) -> Relation | None:
         """A tied weight: is the gradient complete for some of its uses only?"""
         factors = self.use_factors(name, grads, scale)
@@ -280,12 +274,6 @@ class Case(Tensors):
             is_others = any(near(grad, e, scale) for e in others)
             if is_others and not near(grad, right[place], scale):
                 return Relation(Kind.OTHERS)
-        sorted_grads = [sorted_of(g) for g in grads]
-        sorted_right = [sorted_of(e) for e in right]
-        if self.ruler.all_near(sorted_grads, sorted_right, scale):
-            # A wide limit (bfloat16) makes nearly all a permutation of nearly all.
-            if largest_off(grads, right) > 10 * largest_off(sorted_grads, sorted_right):
-                return Relation(Kind.PERMUTED)
         for ranks in self.replica_sets(name):
             if any(not near(grads[r], grads[ranks[0]], scale) for r in ranks):
                 return Relation(Kind.REPLICAS)

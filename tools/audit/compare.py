@@ -166,13 +166,11 @@ class Kind(Enum):
     SCALED_SUM = "scaled sum"
     TIED = "tied"
     MIXED = "of several pieces"
-    ZERO = "zero"
     NONE = "None"
     NOT_TRAINED = "frozen on the ranks"
     TRAINED = "of a frozen parameter"
     USES = "of its uses"
     OTHERS = "another rank's piece"
-    PERMUTED = "permuted"
     REPLICAS = "differs between replicas"
     UNEXPLAINED = "unexplained"
 
@@ -457,12 +455,6 @@ def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
         over += (trimmed(x, piece).double() * piece.double()).sum().item()
         under += (piece.double() * piece.double()).sum().item()
     return over / under if under else 0.0
-
-
-def largest_off(got: list[Tensor], right: list[Tensor]) -> float:
-    """The largest difference of any two elements."""
-    found = [(x - e).abs().max().item() for x, e in zip(got, right) if x.numel()]
-    return max(found, default=0.0)
 
 
 def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:

@@ -54,11 +54,6 @@ NAN = (
     "nothing): sum over the ranks what is divided and the counts, then divide."
 )
 
-TWO_PASSES = (
-    "One batch has another gradient in each pass, with the same parameters: the result "
-    "of an asynchronous collective may be used before wait() (a race), or the model "
-    "uses something of the pass before."
-)
 WAIT = (
     "Call wait() on what all_reduce(…, async_op=True) returns before its result is "
     "read, also in backward. Otherwise look for what is stored from one pass to the "
@@ -356,7 +351,9 @@ FAULTS = [
         where="lesson 01, bug f"),
     # ---- Gradients of parameters
     Fault(of=TwoPasses, key="two passes differ", test=TwoPasses.differ,
-        what=TWO_PASSES,
+        what="One batch has another gradient in each pass, with the same parameters: "
+        "the result of an asynchronous collective may be used before wait() (a race), "
+        "or the model uses something of the pass before.",
         change=WAIT,
         where="lesson 00, section 6"),
     Fault(of=Gradient, key="gradient frozen on the ranks", test=kind(Kind.NOT_TRAINED),
@@ -471,10 +468,6 @@ FAULTS = [
         "both in a plan. If they are on different ranks (a pipeline), sum the two "
         "gradients.",
         where="lesson 03, bug tie"),
-    Fault(of=Gradient, key="gradient of another shape", test=kind(Kind.SHAPE),
-        what="The gradient does not have the shape of its parameter.",
-        change="Look for code that assigns p.grad or p.data.",
-        where="lesson 01"),
     Fault(of=Gradient, key="gradient None", test=kind(Kind.NONE),
         what="Autograd did not reach this parameter: a collective that it does not "
         "track, detach(), or a copy of the parameter is used in forward.",
@@ -491,19 +484,11 @@ FAULTS = [
         change="0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module "
         "that this use comes from (f), or sum the gradient of this use alone.",
         where="lesson 03, bug tie"),
-    Fault(of=Gradient, key="gradient zero", test=kind(Kind.ZERO),
-        what="This gradient is zero on all ranks.",
-        change="Look for a mask or a detach() between this parameter and the loss.",
-        where="beyond/13, bug plain"),
     Fault(of=Gradient, key="gradient another rank's piece", test=kind(Kind.OTHERS),
         what="This rank has the gradient of another rank's piece.",
         change="Check the order of ranks in the group and the index of the slice in "
         "backward.",
         where="lesson 01, GatherFromTP"),
-    Fault(of=Gradient, key="gradient permuted", test=kind(Kind.PERMUTED),
-        what="The gradient has the right elements in another order.",
-        change="Check the order in which pieces are gathered or split.",
-        where="lesson 02, bug qkv"),
     Fault(of=Gradient, key="gradient reduced over other ranks",
         test=Gradient.is_reduced_wrongly,
         what="Ranks that hold the same piece have different gradients, although the "
@@ -644,29 +629,18 @@ FAULTS = [
         "for a broadcast of shards, for a state that was loaded from another rank, "
         "and for a rate that depends on the rank.",
         where="notebook 12, fault 8"),
-    Fault(of=Update, key="two passes differ", test=Update.differs_in_first_step,
-        what=TWO_PASSES,
+    Fault(of=Update, key="gradient of a later pass", test=Update.wrong_gradient,
+        what="The gradient is right in the first pass and wrong in a later one, with "
+        "right parameters: the result of an asynchronous collective may be used before "
+        "wait() (a race), or backward uses something of an earlier pass.",
         change=WAIT,
         where="lesson 00, section 6"),
-    Fault(of=Update, key="gradient of a later step", test=Update.wrong_gradient,
-        what="The gradient is right in the first step and wrong in a later one, with "
-        "right parameters: backward uses something of an earlier step.",
-        change="Look for what is stored from one step to the next: a buffer, a cache, "
-        "a hook.",
-        where="lesson 03, bug tie"),
     Fault(of=Update, key="clip of a parameter",
         test=lambda u: u.wrong_gradient("clipped"),
         what="The gradient is right before clip() and wrong after it.",
         change="Look at the parameters that clip() gets, and at what it does with "
         "this one.",
         where="lesson 02, clip_gradients"),
-    Fault(of=Update, key="update of a frozen parameter",
-        test=lambda u: u.is_wrong and u.case.is_frozen(u.where),
-        what="The full model changes this parameter without a gradient (an average of "
-        "weights, a momentum encoder), and the ranks give it another value.",
-        change="Update every shard as the full model does, with the same factor, as "
-        "often, and from the same piece of the other weight.",
-        where="notebook 12, fault 8"),
     Fault(of=Update, key="update missing", test=lambda u: u.missing() and u.others,
         what="The gradients are right, and some ranks have updated other parameters, "
         "but not this one.",
@@ -689,35 +663,21 @@ FAULTS = [
         "reads this parameter's output, or sum its gradient over the ranks after "
         "backward.",
         where="lesson 04, bug norms"),
-    Fault(of=Update, key="update differs between replicas", test=Update.apart_unmatched,
-        what="This parameter is no piece of the full model's, so its gradient was not "
-        "compared with that. Replicas have the same gradient of it, and after the "
-        "step they differ.",
-        change="All ranks need the same flags, norms, learning rates and optimizer "
-        "state.",
-        where="lesson 02, bug drift; notebook 12, fault 8"),
     Fault(of=Update, key="update differs between replicas", test=Update.apart,
-        what="The gradients are right, and after the step the replicas of this "
-        "parameter differ.",
+        what="The gradients of the replicas of this parameter are the same, and after "
+        "the step the replicas differ.",
         change="All ranks need the same flags, norms, learning rates and optimizer "
         "state.",
         where="lesson 02, bug drift; notebook 12, fault 8"),
-    Fault(of=Update, key="update by other settings", test=Update.other_settings,
-        what="The gradients after clip() are right, and the optimizer updates this "
-        "parameter as if with another learning rate or weight decay than in the full "
-        "model.",
-        change="Compare the optimizer's groups of parameters: a rule by names, shapes "
-        "or dims may put a shard in another group. A learning rate may be made from "
-        "its shape.",
-        where="notebook 12, fault 9"),
     Fault(of=Update, key="update", test=lambda u: u.is_wrong,
         what="The gradients after clip() are right and the updated parameter is not: "
         "the optimizer may not be elementwise (it takes a norm or a matrix product of "
-        "a shard), has other settings here (betas, eps, a learning rate from the "
-        "shape), or something else changes the parameter.",
+        "a shard), has other settings here (a learning rate, a weight decay), or "
+        "something else changes the parameter.",
         change="Gather what the optimizer needs of the full parameter (its norm, its "
         "shape) and slice the result along the same dim, or use an elementwise "
-        "optimizer. Look for hooks on it, and for code that assigns, sends or copies "
-        "parameters.",
+        "optimizer. Compare its groups: a rule by names, shapes or dims may put a "
+        "shard in another one. Look for hooks on it, and for code that assigns, sends "
+        "or copies parameters. An average of weights needs the same factor, as often.",
         where="notebook 12, fault 9"),
 ]  # fmt: skip

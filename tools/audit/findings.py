@@ -43,6 +43,7 @@ class Finding:
 
 IN_LOSS = (Kind.PARTIAL, *NOT_COMPARED)  # outputs of which a right loss can be made
 VISIBLE = 1e-6  # relative differences that RIGHT rules out, if nothing else is said
+FOLLOWING = (*subjects.VAGUE, Kind.FACTOR, Kind.FACTORS, Kind.USES, Kind.SUM)
 DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
 HELD = (subjects.Parameter, subjects.Missing, subjects.Buffer)
 TRAINED = (subjects.TrainMode, subjects.TrainBuffer)
@@ -56,22 +57,27 @@ def is_consequence(found: Finding, earlier: list[Finding]) -> bool:
     sure = [f for f in earlier if isinstance(f.subject, HELD)]
     if any(other.where == found.where for other in sure):
         return True
+    if isinstance(subject, subjects.Update) and subject.is_frozen:
+        # An average of weights that are wrong themselves.
+        others = [f.subject for f in earlier if f.fault.of is subjects.Update]
+        if not all(other.is_frozen for other in others):
+            return True
     for other in earlier:  # one cause, in one module
         is_same = other.category == found.category and not other.follows
         if is_same and other.subject.module == subject.module:
             return False
-    if isinstance(subject, (subjects.Step, subjects.Update)):
-        # What train mode has changed may be used in the steps.
-        causes = TRAINED
-        if found.category == "update of a frozen parameter":  # of wrong weights
-            causes += (subjects.Update,)
-        others = [f for f in earlier if f.category != found.category]
-        return any(f.fault.of in causes for f in others)
     if isinstance(subject, subjects.Output):
         return any(is_within(f.subject.module, subject.module) for f in sure)
     if isinstance(subject, subjects.Gradient):
         return is_fed_wrong(subject, earlier)
-    return any(f.subject.explains(subject) for f in earlier)
+    causes = ()
+    if isinstance(subject, subjects.TrainMode):
+        causes = (subjects.TrainBuffer,)
+    elif isinstance(subject, subjects.TrainLoss) and not subject.not_dropped():
+        causes = TRAINED
+    elif isinstance(subject, (subjects.Step, subjects.Update)):
+        causes = TRAINED  # what train mode has changed may be used in the steps
+    return any(f.fault.of in causes for f in earlier)
 
 
 def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:
@@ -91,7 +97,8 @@ def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:
             causes.append(other)
     if any(f.subject.returned for f in causes) or (causes and subject.follows()):
         return True
-    return any(f.subject.explains(subject) for f in causes)
+    is_cause = any(isinstance(f.subject, (Flow, subjects.Gradient)) for f in causes)
+    return is_cause and subject.kind in FOLLOWING
 
 
 class Search:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compare import (
-    PADDING,
-    FullModel,
-    Held,
-    Relation,
-    equal_ones,
-    piece_of,
-)
+from .compare import PADDING, FullModel, Held, Relation, equal_ones, piece_of
 from .record import Facts, Point, Trace, is_within
 
 

@@ -29,8 +29,7 @@ from .compare import (
 from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
-OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
-FOLLOWING = (*VAGUE, Kind.FACTOR, Kind.FACTORS, Kind.USES, Kind.SUM)
+OF_FLOW = (*VAGUE, Kind.SUM, Kind.NONE, Kind.MIXED)  # or in what arrives
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
     r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!.*\.\d)",
     re.IGNORECASE,
@@ -53,18 +52,9 @@ class Subject:
         """What a finding is called: the key of its fault, or what says more."""
         return key
 
-    def explains(self, other: Subject) -> bool:
-        """May a fault of another subject follow from one of this?"""
-        return False
-
     def is_inside(self, module: str) -> bool:
         """Is a module inside of the one to which this belongs?"""
         return module != self.module and is_within(module, self.module)
-
-
-def explains_outputs(self, other: Subject) -> bool:
-    """Of a parameter or buffer: wrong outputs of modules may follow."""
-    return isinstance(other, Output)
 
 
 def of_relation(stage: str):
@@ -114,8 +104,6 @@ def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
 
 class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
-
-    explains = explains_outputs
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -207,8 +195,6 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    explains = explains_outputs
-
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
         held = [x.flatten() for found in case.index for x in found.values()]
@@ -225,8 +211,6 @@ class Missing(Subject):
 
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
-
-    explains = explains_outputs
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
@@ -526,10 +510,6 @@ class Loss(Subject):
 
 class Flow(Subject):
     """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
-
-    def explains(self, other: Subject) -> bool:
-        """In backward it comes before the gradients of parameters."""
-        return isinstance(other, Gradient) and other.kind in FOLLOWING
 
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
@@ -845,10 +825,6 @@ class Gradient(Subject):
                 found.append((name, relation))
         return found
 
-    def explains(self, other: Subject) -> bool:
-        """Only what its module returns in backward makes other gradients wrong."""
-        return isinstance(other, Gradient) and other.kind in FOLLOWING
-
     def is_of_backward(self) -> bool:
         """Is it wrong in backward, and not only in what is done with it afterwards?
         Then a wrong gradient arrives at its module or is returned by it."""
@@ -889,16 +865,11 @@ class Gradient(Subject):
     def sees_other_data(self) -> str:
         """Do ranks with the same piece of a sharded parameter compute other outputs
         with it? Then they have different samples or tokens."""
-        case = self.case
-        ranks = case.holders(self.where)
-        point = Point(self.module)
+        ranks = self.case.holders(self.where)
         same = []
-        for places in case.replica_sets(self.where):
+        for places in self.case.replica_sets(self.where):
             same = [ranks[place] for place in places]
-            held = [case.own[rank].value(point) for rank in same]
-            if len(same) in (1, len(ranks)) or any(x is None for x in held):
-                return ""
-            if all(case.ruler.near(x, held[0], scale_of(held[0])) for x in held):
+            if len(same) in (1, len(ranks)) or not self.is_of_other_data(same):
                 return ""
         said = f"ranks {same} hold one piece and have computed different outputs"
         return said if same else ""
@@ -919,7 +890,7 @@ class Gradient(Subject):
     def is_of_other_data(self, ranks: list[int]) -> bool:
         """Have these ranks computed other outputs with it, from other samples?"""
         held = [self.case.own[rank].value(Point(self.module)) for rank in ranks]
-        if any(x is None or x.shape != held[0].shape for x in held):
+        if any(x is None for x in held):
             return False
         near = self.case.ruler.near
         return not all(near(x, held[0], scale_of(held[0])) for x in held)
@@ -1008,13 +979,13 @@ class Accumulated(Subject):
         """Over all ranks, or over those that hold the same piece?"""
         sizes = {len(places) for places in self.case.replica_sets(self.where)}
         sizes = {self.case.ranks, *sizes} - {1}
-        return any(self.is_times(size, 1) for size in sizes)
+        return any(map(self.has_first, sizes))
 
-    def is_times(self, first: float, second: float) -> bool:
+    def has_first(self, times: int) -> bool:
         """Is it so many times the first batch's gradient, plus that of the second?"""
         case = self.case
         for held, one, both in zip(self.held, self.first, self.right):
-            right = first * one + second * (both - one)
+            right = both + (times - 1) * one
             scale = case.grad_scale([right, both])
             if held is None or not case.ruler.near(held, right, scale):
                 return False
@@ -1033,11 +1004,6 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainBuffer(Subject):
     """A buffer that train mode changes, if its value after one pass is wrong."""
 
-    def explains(self, other: Subject) -> bool:
-        return isinstance(other, (TrainMode, TrainLoss)) and not is_nothing_dropped(
-            other
-        )
-
     def wrong(self) -> str:
         case = self.case
         how = case.relation_of_state("changed", self.where)
@@ -1049,15 +1015,8 @@ class TrainBuffer(Subject):
         return f"after one pass: {how}"
 
 
-def is_nothing_dropped(subject: Subject) -> bool:
-    return isinstance(subject, TrainLoss) and bool(subject.not_dropped())
-
-
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
-
-    def explains(self, other: Subject) -> bool:
-        return isinstance(other, TrainLoss) and not is_nothing_dropped(other)
 
 
 class Dropped(Subject):
@@ -1214,6 +1173,7 @@ class Update(Subject):
         self.number = number
         self.seen = f"after step {number + 1}"
         self.ranks = case.holders(name)
+        self.is_frozen = case.is_frozen(name)
         self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
         self.not_updated = []  # ranks that have left it out; see missing()
@@ -1286,36 +1246,10 @@ class Update(Subject):
                 found &= known | (x == e)
         return found
 
-    def other_settings(self) -> str:
-        """Is its step a multiple of the right one, or off by a multiple of itself, as
-        with another learning rate or weight decay? The same on all ranks."""
-        case = self.case
-        _, before = self.before()
-        is_shaped = all(x.shape == e.shape for x, e in zip(self.after, self.right))
-        if not (self.is_wrong and is_shaped):
-            return ""
-        off = [x - e for x, e in zip(self.after, self.right)]
-        steps = [e - x for x, e in zip(before, self.right)]
-        scale = scale_of(torch.cat([e.flatten() for e in steps]))
-        for directions, words in (
-            (steps, "the step is {:.4g} times the right one"),
-            (before, "the step is off by {:.4g} times the parameter (weight decay)"),
-        ):
-            k = multiple_of(off, directions)
-            rest = [x - k * direction for x, direction in zip(off, directions)]
-            if all(case.ruler.near(x, 0 * x, 100 * scale) for x in rest):
-                return words.format(k + (directions is steps))
-        return ""
-
     def wrong_gradient(self, what: str = "grads") -> str:
         wrong = self.wrong_ranks(what)
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
-
-    def differs_in_first_step(self) -> str:
-        """Is the gradient wrong in a step that repeats the first pass?"""
-        ranks = self.case.unsteady(self.where) if self.number == 0 else []
-        return f"two equal passes differ on ranks {ranks}" if ranks else ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
@@ -1332,37 +1266,20 @@ class Update(Subject):
                     self.others.append(name)
         return is_missing
 
-    def apart(self) -> bool:
-        return self.is_wrong and self.are_apart()
-
     def grads_apart(self) -> str:
         """Of a parameter that cannot be compared: do the gradients of replicas differ
         already? Only their replicas can be compared."""
-        if not self.apart_unmatched():
+        case = self.case
+        if self.where not in case.unmatched or not self.are_apart():
             return ""
-        grads, _ = self.case.compared(self.where, "grads", self.number)
-        for places in self.case.replica_sets(self.where):
-            first = grads[places[0]]
-            for place in places:
-                other = grads[place]
-                if first is None or other is None:
-                    is_same = first is other
-                else:
-                    is_same = self.case.ruler.near(other, first, scale_of(first))
-                if not is_same:
-                    ranks = [self.ranks[places[0]], self.ranks[place]]
-                    return f"ranks {ranks} have different gradients"
-        return ""
+        grads, _ = case.compared(self.where, "grads", self.number)
+        ranks = case.replicas_apart(self.where, grads)
+        return f"ranks {ranks} have different gradients" if ranks else ""
 
-    def apart_unmatched(self) -> bool:
-        return self.where in self.case.unmatched and self.are_apart()
+    def apart(self) -> bool:
+        is_known = self.is_wrong or self.where in self.case.unmatched
+        return is_known and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
-        for places in self.case.replica_sets(self.where):
-            first = self.after[places[0]]
-            scale = 10 * scale_of(first)
-            for place in places:
-                if not self.case.ruler.near(self.after[place], first, scale):
-                    return True
-        return False
+        return bool(self.case.replicas_apart(self.where, self.after, 10))
