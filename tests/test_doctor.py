@@ -226,9 +226,9 @@ FOUR = failed("gradients: embed.weight, TP", "4 times the expected tensor")
 HINTS = {
     "TP backward: a sum over ranks is missing (all-reduce over tp: 0 calls per step":
         [failed("replicas: norm.bias, tp", "ranks of tp differ by 0.1"), MISSING],
-    "TP: the loss is right, but ranks have different gradients of norm.bias: each has":
+    "TP: the loss of step 1 is right, but ranks have different gradients of norm.bias: each has":
         [*PARTIAL, failed("losses: loss, step 2, TP", "1, expected 2")],
-    "TP: the loss is right, gradients are wrong: nearest to the output is head.bias":
+    "TP: the loss of step 1 is right, gradients are wrong: nearest to the output is head.bias":
         [PARTIAL[-1]],
     "TP backward: a call too many, and gradients 2 times too large (all-reduce over tp":
         [FOUR, TWICE, MORE],
@@ -270,7 +270,7 @@ def test_the_place_comes_first_if_forward_is_wrong(runs):
     assert said[0] == f"TP: {place}" and "sum over ranks is missing" in said[1]
     said = doctor.conclusions([*PARTIAL, MISSING], {"TP": doctor.RIGHT})
     assert "sum over ranks is missing" in said[0] and said[1].startswith(
-        "TP: the loss is right"
+        "TP: the loss of step 1 is right"
     )
 
 

@@ -125,7 +125,11 @@ def explain(bug: dict, path: Path, failed: str) -> str:
     for word in ("symptom", "why", "reported"):
         lines.append(fill(f"{word}: {bug[word]}"))
     if "audit" in bug:  # how it is found in a model of your own
-        lines.append(fill(f'audit: tools/audit.py reports it as "{bug["audit"]} …"'))
+        lines.append(
+            fill(
+                f'audit: in your own model, tools/audit.py reports it as "{bug["audit"]} …"'
+            )
+        )
     return "\n".join(lines)
 
 

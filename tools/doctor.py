@@ -817,9 +817,11 @@ def first_in_backward(run: str, gradients: list[dict]) -> str:
     name = (differ or gradients)[-1]["name"]
     name = name.removeprefix("gradients: ").removesuffix(f", {run}")
     if differ:
-        text = f"the loss is right, but ranks have different gradients of {name}"
+        what = name if name.startswith("dL/d") else f"gradients of {name}"
+        text = f"the loss of step 1 is right, but ranks have different {what}"
         return f"{text}: each has a part of the sum?"
-    return f"the loss is right, gradients are wrong: nearest to the output is {name}"
+    text = "the loss of step 1 is right, gradients are wrong"
+    return f"{text}: nearest to the output is {name}"
 
 
 # ---- The report of an error
