@@ -226,9 +226,10 @@ FOUR = failed("gradients: embed.weight, TP", "4 times the expected tensor")
 HINTS = {
     "TP backward: a sum over ranks is missing (all-reduce over tp: 0 calls per step":
         [failed("replicas: norm.bias, tp", "ranks of tp differ by 0.1"), MISSING],
-    "TP: the loss of step 1 is right, but ranks have different gradients of norm.bias: each has":
+    "TP: the loss of step 1 is right, but ranks have different gradients of norm.bias":
         [*PARTIAL, failed("losses: loss, step 2, TP", "1, expected 2")],
-    "TP: the loss of step 1 is right, gradients are wrong: nearest to the output is head.bias":
+    "TP: the loss of step 1 is right, gradients are wrong: nearest to the output is "
+    "head.bias":
         [PARTIAL[-1]],
     "TP backward: a call too many, and gradients 2 times too large (all-reduce over tp":
         [FOUR, TWICE, MORE],

@@ -125,11 +125,8 @@ def explain(bug: dict, path: Path, failed: str) -> str:
     for word in ("symptom", "why", "reported"):
         lines.append(fill(f"{word}: {bug[word]}"))
     if "audit" in bug:  # how it is found in a model of your own
-        lines.append(
-            fill(
-                f'audit: in your own model, tools/audit.py reports it as "{bug["audit"]} …"'
-            )
-        )
+        words = "in your own model, tools/audit.py reports it as"
+        lines.append(fill(f'audit: {words} "{bug["audit"]} …"'))
     return "\n".join(lines)
 
 
