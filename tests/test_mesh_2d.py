@@ -11,6 +11,7 @@ import pytest
 from runs import MESH_2D, number, over, rows_with
 
 FOUR = (MESH_2D, 4)
+TALL, FLAT = ((MESH_2D, 2, "--mesh", mesh, "--steps", "2") for mesh in ("2x1", "1x2"))
 
 
 @pytest.mark.launches(*FOUR)
@@ -67,11 +68,10 @@ def test_what_is_stored_and_sent(run):
     assert 1.48 < times < 1.5
 
 
+@pytest.mark.launches(*TALL)
+@pytest.mark.launches(*FLAT)
 def test_with_one_rank_on_inner_the_mesh_is_fsdp():
     """And with one on outer only x and y are sent, as under TP."""
-    tall, flat = (
-        (MESH_2D, 2, "--mesh", mesh, "--steps", "2") for mesh in ("2x1", "1x2")
-    )
-    assert sent(tall, "2D", "outer") == sent(tall, "FSDP", "dp") > 0
-    assert sent(tall, "2D", "inner") == sent(flat, "2D", "outer") == 0
-    assert sent(flat, "2D", "inner") == sent_in_all(flat, "Megatron") > 0
+    assert sent(TALL, "2D", "outer") == sent(TALL, "FSDP", "dp") > 0
+    assert sent(TALL, "2D", "inner") == sent(FLAT, "2D", "outer") == 0
+    assert sent(FLAT, "2D", "inner") == sent_in_all(FLAT, "Megatron") > 0
