@@ -220,7 +220,7 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("rank 0 only", "after one pass: partial"),
     ("settled", "after all steps: right on ranks [0] only"),
     ("k_norm", "rank 0 has rows 0 to 7 of it, and rows 0 to 15 of 1.k_proj.weight"),
-    ("local index", "row 2 on rank 1 is zero, unlike in the full model"),
+    ("local index", "padding_idx − t · rows of the shard"),
     ("not tracked", "log of a softmax's sum"),
     ("leaky", "counts and scales"),
     ("broadcast", "also of scales and zero points"),

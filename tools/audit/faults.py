@@ -715,16 +715,9 @@ FAULTS = [
         "reads this parameter's output, or sum its gradient over the ranks after "
         "backward.",
         where="lesson 04, bug norms"),
-    Fault(of=Update, key="update differs between replicas", test=Update.apart_unmatched,
-        what="This parameter is no piece of the full model's, so its gradient was not "
-        "compared with that. Replicas have the same gradient of it, and after the "
-        "step they differ.",
-        change="All ranks need the same flags, norms, learning rates and optimizer "
-        "state.",
-        where="lesson 02, bug drift; notebook 12, fault 8"),
     Fault(of=Update, key="update differs between replicas", test=Update.apart,
-        what="The gradients are right, and after the step the replicas of this "
-        "parameter differ.",
+        what="The replicas of this parameter have the same gradient, and after the "
+        "step they differ.",
         change="All ranks need the same flags, norms, learning rates and optimizer "
         "state.",
         where="lesson 02, bug drift; notebook 12, fault 8"),

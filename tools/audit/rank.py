@@ -605,15 +605,14 @@ def losses_with(run: Run, batch: tuple, copies: list) -> list[float]:
 def buffers_read(run: Run, batch: tuple) -> set[str]:
     """The buffers of real numbers on which the loss depends."""
     states = states_of(run.model, run.renamed)
-    found = {}
-    for one in [None, *filter(lambda state: state.is_buffer, states)]:
-        if one is None or one.value.is_floating_point():
-            if one is not None:
-                one.value += torch.randn_like(one.value)
-            found[one and one.name] = float(local_part(run.forward(batch)[1]))
-            for state in states:
-                state.put_back()
-    return {name for name in found if found[name] != found[None]}
+    losses = {}
+    for name in ["", *(state.name for state in states if state.is_buffer)]:
+        for state in states:
+            state.put_back()
+            if state.name == name and state.value.is_floating_point():
+                state.value += torch.randn_like(state.value)
+        losses[name] = float(local_part(run.forward(batch)[1]))
+    return {name for name in losses if losses[name] != losses[""]}
 
 
 def from_all_ranks(x) -> list:

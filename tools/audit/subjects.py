@@ -816,7 +816,6 @@ class Gradient(Subject):
         super().__init__(case, name)
         self.relation = case.gradient(name)
         self.kind = self.relation.kind
-        self.ranks = case.holders(name)
         self.arrives = case.arrival(name)
         self.is_fed_right = self.is_right_arrival(self.arrives)
         self.is_apart = False  # from the first wrong gradient in backward
@@ -835,9 +834,8 @@ class Gradient(Subject):
             self.is_fed_right = False  # it is used in front of a wrong gradient
         if self.kind in VAGUE and inner:
             self.is_fed_right = False  # it may be used in front of one that is not seen
-        self.summed = self.summed_sibling() if self.kind is Kind.SUM else ""
-        if self.summed:
-            self.is_fed_right = True  # as is known of the other one
+        self.summed = self.summed_sibling()
+        self.is_fed_right |= bool(self.summed)  # as is known of the other one
         is_of_flow = self.kind in OF_FLOW and not self.is_fed_right
         if flow is not None and is_of_flow and flow.is_behind(name):
             if flow.module != self.module:
@@ -854,37 +852,32 @@ class Gradient(Subject):
         """A parameter of its module with as many rows, in full on all ranks, whose
         gradient is right: what arrives is summed for that one."""
         case = self.case
-        shapes = case.model.shapes
-        for name in case.matched:
-            is_other = name != self.where and case.owner(name) == self.module
-            held = [own.get(name) for own in case.pieces]
-            is_full = all(x is not None and x.held is Held.REPLICATED for x in held)
-            if is_other and is_full and shapes[name][:1] == shapes[self.where][:1]:
-                if case.gradient(name).kind is Kind.RIGHT:
-                    return name
+        own = case.compared(self.where, "grads")[1][0]
+        others = [n for n in case.matched if case.owner(n) == self.module]
+        for name in others if self.kind is Kind.SUM else ():
+            x = case.compared(name, "grads")[1][0]
+            held = {p[name].held for p in case.pieces if name in p}
+            is_like = held == {Held.REPLICATED} and x.shape[:1] == own.shape[:1]
+            if is_like and x.any() and case.gradient(name).kind is Kind.RIGHT:
+                return name
         return ""
 
     def is_left_out(self) -> str:
         return self.summed and f"that of {self.summed} is right"
 
-    def padding_row(self) -> str:
-        """One row that is zero on a rank and not in the full model, or the reverse."""
+    def padding_row(self) -> bool:
+        """Is one row zero on a rank and not in the full model, or the reverse?"""
         held, right = self.case.compared(self.where, "grads")
         limit = self.case.ruler.allowed * self.case.grad_scale(right)
         is_sharded = len(self.case.replica_sets(self.where)) > 1
-        found = []
-        for rank, x, e in zip(self.ranks, held, right):
+        for x, e in zip(held, right):
             if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
-                return ""
+                return False
             rows = wrong_rows(x, e, limit)
-            is_zero = not (rows and e[rows].any())
-            is_simple = is_zero or (is_sharded and not x[rows].any())
-            if len(rows) > 1 or not is_simple:
-                return ""
-            if rows:
-                words = "not zero" if is_zero else "zero"
-                found.append(f"row {rows[0]} on rank {rank} is {words}")
-        return f"{' and '.join(found)}, unlike in the full model" if found else ""
+            is_zero = not e[rows].any() or (is_sharded and not x[rows].any())
+            if len(rows) > 1 or not is_zero:
+                return False
+        return True
 
     def is_right_arrival(self, arrives: Relation | None) -> bool:
         """Is this gradient right for its module? If a mean over ranks is taken later,
@@ -1408,12 +1401,13 @@ class Update(Subject):
         return is_missing
 
     def apart(self) -> bool:
-        return self.is_wrong and self.are_apart()
+        is_off = self.is_wrong or self.where in self.case.unmatched
+        return is_off and self.are_apart()
 
     def grads_apart(self) -> str:
         """Of a parameter that cannot be compared: do the gradients of replicas differ
         already? Only their replicas can be compared."""
-        if not self.apart_unmatched():
+        if self.where not in self.case.unmatched or not self.are_apart():
             return ""
         grads, _ = self.case.compared(self.where, "grads", self.number)
         for places in self.case.replica_sets(self.where):
@@ -1428,9 +1422,6 @@ class Update(Subject):
                     ranks = [self.ranks[places[0]], self.ranks[place]]
                     return f"ranks {ranks} have different gradients"
         return ""
-
-    def apart_unmatched(self) -> bool:
-        return self.where in self.case.unmatched and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
