@@ -494,9 +494,10 @@ FAULTS = [
         what="The gradient does not have the shape of its parameter.",
         change="Look for code that assigns p.grad or p.data.",
         where="lesson 01"),
-    Fault(of=Gradient, key="gradient None", test=kind(Kind.NONE),
-        what="Autograd did not reach this parameter: a collective that it does not "
-        "track, detach(), or a copy of the parameter is used in forward.",
+    Fault(of=Gradient, key="gradient None or zero",
+        test=lambda g: g.kind in (Kind.NONE, Kind.ZERO),
+        what="Nothing arrives at this parameter: a collective that autograd does not "
+        "track, detach(), a mask, or a copy of the parameter is used in forward.",
         change="Wrap the collective in an autograd.Function. Look for detach() and "
         "for copies in front of what uses this parameter, and for "
         "checkpoint(use_reentrant=True), which returns no gradient if none of its "
@@ -510,19 +511,13 @@ FAULTS = [
         change="0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module "
         "that this use comes from (f), or sum the gradient of this use alone.",
         where="lesson 03, bug tie"),
-    Fault(of=Gradient, key="gradient zero", test=kind(Kind.ZERO),
-        what="This gradient is zero on all ranks.",
-        change="Look for a mask or a detach() between this parameter and the loss.",
-        where="beyond/13, bug plain"),
-    Fault(of=Gradient, key="gradient another rank's piece", test=kind(Kind.OTHERS),
-        what="This rank has the gradient of another rank's piece.",
-        change="Check the order of ranks in the group and the index of the slice in "
-        "backward.",
-        where="lesson 01, GatherFromTP"),
-    Fault(of=Gradient, key="gradient permuted", test=kind(Kind.PERMUTED),
-        what="The gradient has the right elements in another order.",
-        change="Check the order in which pieces are gathered or split.",
-        where="lesson 02, bug qkv"),
+    Fault(of=Gradient, key="gradient in another order",
+        test=lambda g: g.kind in (Kind.OTHERS, Kind.PERMUTED),
+        what="The gradient has the right elements in another order, or those of "
+        "another rank's piece.",
+        change="Check the order of ranks in the group, the order in which pieces are "
+        "gathered or split, and the index of the slice in backward.",
+        where="lesson 01, GatherFromTP; lesson 02, bug qkv"),
     Fault(of=Gradient, key="gradient of one row", test=Gradient.padding_row,
         what="One row of this parameter has a gradient on a rank and none in the full "
         "model, or the reverse.",

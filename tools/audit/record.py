@@ -165,8 +165,7 @@ class Facts:
     read: set[str] = field(default_factory=set)  # buffers on which the loss depends
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
-    # Modules in whose forward a collective gets a tensor that autograd follows.
-    untracked: set[str] = field(default_factory=set)
+    untracked: set[str] = field(default_factory=set)  # modules; see CallCounter
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -482,7 +481,8 @@ class CallCounter(TorchDispatchMode):
         self.shapes = ""  # how parameters are split, for errors about shapes
         self.phase = "start"
         self.calls = Counter()  # "phase: collective" → calls
-        self.untracked = set()  # modules; see Facts
+        # Modules in whose forward a collective gets a tensor that autograd follows.
+        self.untracked = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
