@@ -500,7 +500,8 @@ class Search:
         attributes = set()
         for what in ("buffers", "changed", "stepped"):
             for name in getattr(own, what):
-                is_known = what == "buffers" or not own.other_random
+                is_changed = what != "buffers" and name in getattr(case.full, what)
+                is_known = not (is_changed and own.other_random)
                 if is_known and is_right(case.relation_of_state(what, name)):
                     continue
                 if name in own.buffers:
