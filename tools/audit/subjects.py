@@ -140,7 +140,7 @@ class Parameter(Subject):
 
     def other_rows(self) -> str:
         """Is it a bias with other rows than the weight of its module, or a norm (of
-        keys) that is a shard with other rows than the weight that is called alike?"""
+        keys) that is a shard with other rows than the keys' weight?"""
         shapes = self.case.model.shapes
         weight = f"{self.where.rpartition('.')[0]}.weight"
         is_norm = weight not in shapes or len(shapes[weight]) < 2
