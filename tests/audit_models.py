@@ -228,7 +228,8 @@ def fused_subject(bug: str):
         else:
             dist.all_reduce(total)
         norm = total.sqrt()
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        for p in model.parameters():  # PyTorch's clip adds 1e-6 to the norm
+            p.grad *= min(1.0, max_norm / (norm.item() + 1e-12))
         return norm
 
     subject = SimpleNamespace(build=FusedModel, parallelize=parallelize, clip=clip)
@@ -1230,16 +1231,19 @@ class Feed(Split):
         self.down = nn.Linear(2 * D, D, bias=False)
 
     def forward(self, x):
-        n = self.norm(x)
+        left_out = self.bug == "bias left out"  # of a sum after backward
+        n = self.norm(self.f(x) if left_out else x)
         rest = n if self.adds_norm else x
         if self.group is None:
             return rest + self.down(self.up(n).relu())
         copy = CopyInBFloat16 if self.bug == "f in bfloat16" else Copy
-        h = n if self.bug == "no f" else copy.apply(n, self.group)
+        h = n if self.bug == "no f" or left_out else copy.apply(n, self.group)
         h = Copy.apply(h, self.group) if self.bug == "f twice" else h
         y = F.linear(self.up(h).relu(), self.down.weight)
         if self.bug == "added before":
             return Sum.apply(rest + y, self.group)
+        if self.bug == "summed twice":
+            y = self.g(self.down(self.up(h).relu()))
         y = Sum.apply(y, self.group)
         if self.bug == "left out":
             return y
@@ -1256,6 +1260,8 @@ def feeds_subject(bug: str):
     def parallelize(model, group):
         cutting("", "1 2")(model, group)
         model[2 if bug == "behind f" else 1].bug = bug
+        if bug == "bias left out":
+            model[1].norm.weight.register_hook(model[1].g)
         return model
 
     build = lambda: nn.Sequential(nn.Linear(D, D), Feed(), Feed(True))
@@ -1451,6 +1457,64 @@ class KeptMoments(Moments):
 
 def kept_moments_subject(bug: str):
     return after_linear(KeptMoments, cutting(bug, "1"))
+
+
+# ---- A buffer that moves with the sum over tokens, of which each rank sees some.
+
+
+class Leveled(Feed):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.zeros(D))
+        self.register_buffer("seen", torch.zeros(D))  # of this rank: nothing reads it
+        self.norm.weight.owner = self  # for the optimizer
+        self.steps = 0
+
+    def forward(self, x):
+        y = super().forward(x) + self.level
+        if self.training:
+            rank, T = (0, 1) if self.group is None else (dist.get_rank(), 2)
+            total = x.detach().chunk(T, 1)[rank].sum((0, 1))
+            self.seen += total
+            total = total if self.bug == "own tokens" else self.g(total)
+            self.level += 0.01 * total * (self.bug != "rank 0 only" or rank == 0)
+        return y
+
+    def settle(self):
+        self.steps += 1
+        if self.steps == 2:  # after the last loss
+            self.level += 1 + (self.bug == "settled") * dist.get_rank()
+
+
+def leveled_subject(bug: str):
+    def optimizer(parameters):
+        made = torch.optim.SGD(parameters, 1e-2)
+        trained = made.param_groups[0]["params"]
+        (owner,) = [p.owner for p in trained if hasattr(p, "owner")]
+        made.register_step_post_hook(lambda *_: owner.settle())
+        return made
+
+    subject = after_linear(Leveled, cutting(bug, "1"))
+    subject.optimizer = optimizer
+    return subject
+
+
+class Keyed(Feed):
+    """What it reads are keys with a norm over all heads: ranks have all of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.k_proj = nn.Linear(D, D, bias=False)
+        self.k_norm = nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        norm = self.k_norm.repeat(D // len(self.k_norm))
+        return super().forward(self.k_proj(x) * norm)
+
+
+def keyed_subject(bug: str):
+    rows = f"up.weight up.bias {bug}"
+    return after_linear(Keyed, cutting("", "1", rows))
 
 
 # ---- An attention of four linears, and masks.
@@ -2367,6 +2431,10 @@ def entropy_subject(bug: str):
         total = here.g(output.exp().sum(-1, keepdim=True)).log()
         parts = output - here.f(total)
         entropy = (parts.exp() * parts).sum(-1)
+        if bug == "not tracked" and group is not None:
+            entropy = entropy + total[..., 0] * (dist.get_rank() == 0)
+            dist.all_reduce(entropy)
+            return entropy.mean()
         entropy = entropy if bug == "own columns" else here.g(entropy)
         return entropy.mean() + total.mean()
 
@@ -2473,6 +2541,8 @@ MODELS = {
         "left out": ["forward wrong", "1"],
         "scaled too much": ["forward wrong", "1"],
         "f twice": ["backward T times", "1"],
+        "summed twice": ["forward wrong", "1"],
+        "bias left out": ["gradient sum", "1.norm.bias"],
         "residual averaged": ["backward lost term", "1"],
         "residual detached": ["backward lost term", "1"],
     },
@@ -2555,7 +2625,16 @@ MODELS = {
         "empty mask": ["forward nan on ranks [1]", "the model"],
         "empty backward": ["backward nan", "feed"],
     },
-    entropy_subject: {"own columns": ["loss", "loss"]},
+    entropy_subject: {
+        "own columns": ["loss", "loss"],
+        "not tracked": ["backward of an untracked collective", "loss"],
+    },
+    leveled_subject: {
+        "own tokens": ["train buffer", "1.level"],
+        "rank 0 only": ["train buffer", "1.level"],
+        "settled": ["train buffer", "1.level"],
+    },
+    keyed_subject: {"k_norm": ["other rows than its weight", "1.k_norm"]},
     post_normed_subject: {
         "norm of partial sums": ["forward", "1.norm"],
     },

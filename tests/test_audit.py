@@ -211,6 +211,18 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("no targets", "the loss is nan, not "),
     ("empty mask", "divides 0 by 0"),
     ("empty backward", "nan on ranks [1]"),
+    ("added before", "split what has stayed in full"),
+    ("summed twice", "if the output of 1.down counts once, not T times"),
+    ("bias left out", "that of 1.norm.weight is right"),
+    ("bias left out", "would sum the other one's twice"),
+    ("own tokens", "after one pass: partial"),
+    ("rank 0 only", "after one pass: partial"),
+    ("settled", "after all steps: right on ranks [0] only"),
+    ("k_norm", "rank 0 has rows 0 to 7 of it, and rows 0 to 15 of 1.k_proj.weight"),
+    ("local index", "padding_idx − t · rows of the shard"),
+    ("not tracked", "log of a softmax's sum"),
+    ("leaky", "counts and scales"),
+    ("broadcast", "also of scales and zero points"),
 ]
 
 

@@ -33,16 +33,10 @@ If your code makes its shards with random values, copy the full model's into the
     from_full(model, full, tp_group)        by name and shape
 
 The tool starts the ranks itself (gloo on CPU, NCCL if each rank has a GPU) and compares
-with one process: parameters, tensors that modules pass on, gradients of one and of two
-batches, dropout masks, norms, and parameters after some steps. It makes constant
-parameters of the full model unique, and then finds every element of a rank's parameters
-by its value, so names and placements need not be told.
+with one process. docs/audit.md says what it compares, and how it finds a rank's piece.
 
-It ends with one of three verdicts. RIGHT: no fault in what was compared (exit code 0);
-what was not compared is listed. WRONG: a fault, or the parallel model raised an error
-or was aborted (1). NOT KNOWN: ranks hang or lose each other, `parallelize` failed
-after its first collective, nothing is split, or all differences may be rounding
-errors (2). Wrong use also ends with 2.
+It ends with RIGHT (exit code 0), and what was not compared; WRONG (1): a fault, or the
+parallel model raised an error or was aborted; or NOT KNOWN (2, as for wrong use).
 """
 
 import importlib.util

@@ -101,8 +101,9 @@ FAULTS = [
     Fault(of=Parameter, key="other rows than its weight", test=Parameter.other_rows,
         what="Two parameters of one module hold different rows of the full model: "
         "they are split in different ways.",
-        change="Slice weight and bias of a module in the same way, with the same "
-        "blocks: if the weight is one slice, so is the bias.",
+        change="Slice weight and bias of a module, or keys and their norm, in the same "
+        "way, with the same blocks: if the weight is one slice, so is the bias. Ranks "
+        "that share a key/value head hold its part of the norm.",
         where="lesson 02, bug qkv"),
     Fault(of=Buffer, key="buffer", test=Buffer.wrong,
         what="This buffer (a table of positions, a mask, a codebook) is not that of "
@@ -113,10 +114,10 @@ FAULTS = [
         where="lesson 04, bug rotary"),
     Fault(of=Parameter, key="wrong piece", test=Parameter.others_piece,
         what="A rank holds the piece of another rank.",
-        change="Take the slice of the group rank. A broadcast after the split "
-        "overwrites the shards: DistributedDataParallel sends the parameters of its "
-        "first rank to all others. With c ranks per key/value head, rank t holds head "
-        "t // c.",
+        change="Take the slice of the group rank, also of scales and zero points. If "
+        "they are split rightly, a broadcast may overwrite them: "
+        "DistributedDataParallel sends the parameters of its first rank to all "
+        "others. With c ranks per key/value head, rank t holds head t // c.",
         where="notebook 12, fault 3; beyond/09, bug order"),
     # ---- Forward
     Fault(of=Output, key="forward", test=kind(Kind.NAN),
@@ -145,14 +146,15 @@ FAULTS = [
     Fault(of=Output, key="forward counted term", test=Output.counted_term,
         what="The tensor is right but for one of the tensors that are added in it.",
         change="T times: every rank has it in full (a residual, a shared expert), so "
-        "add it after the sum over the ranks, not before. 0 times: this forward "
-        "leaves it out. Another number: it is scaled by another factor, or is scaled "
-        "and counts T times (LoRA's B).",
+        "add it after the sum over the ranks, not before, or split what has stayed in "
+        "full by mistake; or it is summed twice. 0 times: this forward leaves it out. "
+        "Another number: it is scaled by another factor, or is scaled and counts T "
+        "times (LoRA's B).",
         where="lesson 01, bug bias"),
     Fault(of=Output, key="fused", test=Output.fused,
         what="What this module makes of the output of a fused weight is wrong. The "
-        "weight may be split as if it were one matrix: rank 0 may have rows of q "
-        "only.",
+        "weight may be split as if it were one matrix: rank 0 may have rows of its "
+        "first part (q, gate) only.",
         change="Split it into its parts (q, k, v or gate, up) first, and each part "
         "into T slices. If its rows are in groups (q, k, v of a head, or gate and up "
         "of a unit, together), one slice is right: then read its output in the same "
@@ -315,6 +317,14 @@ FAULTS = [
         "0: look for detach(), no_grad(), or a backward that returns no gradient of "
         "this input.",
         where="lesson 01, the table of collectives and their backward"),
+    Fault(of=Flow, key="backward of an untracked collective", test=Flow.untracked,
+        what="The gradient that is returned here is wrong, and a collective in this "
+        "forward gets a tensor with a gradient: autograd does not track it, so in "
+        "backward it does nothing.",
+        change="Write an autograd.Function with its backward. To do nothing is right "
+        "for a sum of what only this rank has (g): what every rank has in full (the "
+        "log of a softmax's sum) is added or subtracted after it.",
+        where="beyond/13, bug plain; lesson 03"),
     Fault(of=Flow, key="backward of a module", test=Flow.backward_of,
         what="The gradient that arrives here is right, and the gradient that is "
         "returned is wrong: the fault is in this module's own backward.",
@@ -326,8 +336,9 @@ FAULTS = [
         "need the statistics of all; a sum of squares (a norm over a sharded dim) is "
         "all-reduced in both directions. Is a part cut off (detach(), no_grad() "
         "around the dispatch of tokens)? If this module makes a second loss (of a "
-        "router), look also at what is done with that: every rank has it in full, so "
-        "it reads nothing behind f and is not summed.",
+        "router): one that every rank has in full reads nothing behind f and is not "
+        "summed; if each rank has the one of its own tokens, counts and scales (of "
+        "its gradient as well) are those of all tokens.",
         where="beyond/11, bugs stale, home and lse; lesson 01, the table of "
         "collectives and their backward"),
     Fault(of=Flow, key="loss backward", test=Flow.of_loss,
@@ -407,6 +418,14 @@ FAULTS = [
         "(those that share a key/value head), not over all ranks. Of a fused weight, "
         "sum the rows that several ranks have, or use f on these rows in forward.",
         where="beyond/09"),
+    Fault(of=Gradient, key="gradient sum", test=Gradient.is_left_out,
+        what="The sum of this gradient over the ranks that hold the same piece is "
+        "right, so each rank has only a partial gradient. Another parameter of the "
+        "module has the right one.",
+        change="If the other one's gradient is summed over the ranks (by a hook, after "
+        "backward), sum this one in the same way. f in front of what reads the output "
+        "would sum the other one's twice.",
+        where="lesson 04, bug norms; beyond/09"),
     Fault(of=Gradient, key="gradient sum", test=Gradient.lacks_sum_in_tp,
         what="The sum of this gradient over ranks that have the same samples is "
         "right, so each of them has only a partial gradient: it is reduced over dp, "
@@ -489,6 +508,13 @@ FAULTS = [
         change="Check the order of ranks in the group and the index of the slice in "
         "backward.",
         where="lesson 01, GatherFromTP"),
+    Fault(of=Gradient, key="gradient of one row", test=Gradient.padding_row,
+        what="One row of this parameter has a gradient on a rank and none in the full "
+        "model, or the reverse.",
+        change="padding_idx is a row of the full table. On rank t this is row "
+        "padding_idx − t · rows of the shard, and only the rank that has the row has "
+        "a padding_idx.",
+        where="lesson 03, section 1"),
     Fault(of=Gradient, key="gradient reduced over other ranks",
         test=Gradient.is_reduced_wrongly,
         what="Ranks that hold the same piece have different gradients, although the "
@@ -546,12 +572,12 @@ FAULTS = [
         where="lesson 05, MeshTraining.sum_gradients"),
     # ---- Train mode and dropout
     Fault(of=TrainBuffer, key="train buffer", test=TrainBuffer.wrong,
-        what="Train mode changes this buffer (or number that the module keeps), and "
+        what="Training changes this buffer (or number that the module keeps), and "
         "on the ranks it gets another value than in the full model: statistics of a "
         "shard may be taken for those of all.",
         change="Sum or average over the ranks what the buffer is updated with (a mean "
-        "over features, tokens or samples that are sharded), with the full model's "
-        "momentum.",
+        "or a count, of tokens per expert, over what is sharded), with the full "
+        "model's momentum.",
         where="lesson 02, bug qkv"),
     Fault(of=TrainMode, key="train mode", test=lambda t: True,
         what="This is right in eval mode and wrong in train mode, even if nothing is "
@@ -664,8 +690,8 @@ FAULTS = [
         "backward.",
         where="lesson 04, bug norms"),
     Fault(of=Update, key="update differs between replicas", test=Update.apart,
-        what="The gradients of the replicas of this parameter are the same, and after "
-        "the step the replicas differ.",
+        what="The replicas of this parameter have the same gradient, and after the "
+        "step they differ.",
         change="All ranks need the same flags, norms, learning rates and optimizer "
         "state.",
         where="lesson 02, bug drift; notebook 12, fault 8"),

@@ -425,8 +425,13 @@ class Search:
             self.check_state()
 
     def check_state(self) -> None:
-        """What the optimizer keeps: it may be used later, or for evaluation."""
+        """What the optimizer keeps: it may be used later, or for evaluation. And the
+        buffers, which its hooks may change."""
         case = self.case
+        is_known = not (self.noisy or case.own[0].other_random)
+        for name in case.full.stepped if is_known else ():
+            if is_right(case.relation_of_state("buffers", name)):
+                self.look(subjects.TrainBuffer(case, name, "stepped"))
         for key in case.full.kept_state:
             for name in case.matched:
                 if name not in self.noisy:
@@ -498,11 +503,12 @@ class Search:
         other attributes of modules, if training changes those of the full model."""
         case = self.case
         own = case.own[0]
-        buffers = set(own.odd_buffers)
+        buffers = set()
         attributes = set()
-        for what in ("buffers", "changed"):
+        for what in ("buffers", "changed", "stepped"):
             for name in getattr(own, what):
-                is_known = what == "buffers" or not own.other_random
+                is_changed = what != "buffers" and name in getattr(case.full, what)
+                is_known = not (is_changed and own.other_random)
                 if is_known and is_right(case.relation_of_state(what, name)):
                     continue
                 if name in own.buffers:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from .compare import multiple_of
 from .findings import findings_of
 from .record import (
     CallCounter,
@@ -290,14 +291,27 @@ class Run:
             grads = [grad for grad in self.grads().values() if grad is not None]
             full_norm = nn.utils.get_total_norm(grads).item()
         elif clip is not None:
+            before = self.grads()
             norm = clip(self.model, max_norm)
             if norm is None:
                 raise TypeError("clip() returned None: it has to return the norm")
+            self.clip_as_torch(before, full_norm)
             return float(norm)
         for p in self.model.parameters():
             if p.grad is not None:
                 p.grad *= min(1.0, max_norm / (full_norm + 1e-6))
         return full_norm if self.tp_group is None else None
+
+    def clip_as_torch(self, before: dict, norm: float) -> None:
+        """Scale the clipped gradients by max_norm / (norm + 1e-6), as for the full
+        model, if the user's clip has done this with another small number, or none."""
+        after = {name: x for name, x in self.grads().items() if x is not None}
+        k = multiple_of(list(after.values()), [before[name] for name in after])
+        right = min(1.0, self.args.clip / (norm + 1e-6))
+        if k and abs(k / right - 1) < 2e-6 / max(norm, 1e-6):
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad *= right / k
 
     def optimizer(self):
         """The user's optimizer; for the full model, one of the same kind if need be."""
@@ -431,6 +445,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
             train_full(reference, reference.optimizer(), batches, facts, alone)
         compare_steps(run, batches, facts, counter)
     facts.calls = dict(counter.calls)
+    facts.untracked = counter.untracked
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
     return facts
@@ -445,6 +460,8 @@ def run_full(builder, reference: Run, batches: list, facts: Facts, args, alone) 
     facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
     facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, alone)
+    with contextlib.suppress(Exception):  # a buffer of other numbers is refused
+        facts.read = buffers_read(builder.another(), batches[0])
     seconds = [p for p in facts.full.flows if p.module and p.slot[:6] == "output"]
     for output in seconds[:4]:
         with contextlib.suppress(Exception):  # what it makes is of another type
@@ -542,7 +559,8 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
             trace.kept = step.grads
         trace.train_loss = step.loss
         for state in states:
-            note_change(state, trace, keep_all)
+            if not state.is_same() or (state.is_buffer and run.tp_group is not None):
+                note_change(state, trace, keep_all)
             if state.is_buffer or not keep_all:
                 state.put_back()
     run.model.eval()
@@ -584,6 +602,20 @@ def losses_with(run: Run, batch: tuple, copies: list) -> list[float]:
     return from_all_ranks(f"{loss:.{digits}e}")
 
 
+@torch.no_grad()
+def buffers_read(run: Run, batch: tuple) -> set[str]:
+    """The buffers of real numbers on which the loss depends."""
+    states = states_of(run.model, run.renamed)
+    losses = {}
+    for name in ["", *(state.name for state in states if state.is_buffer)]:
+        for state in states:
+            state.put_back()
+            if state.name == name and state.value.is_floating_point():
+                state.value += torch.randn_like(state.value)
+        losses[name] = float(local_part(run.forward(batch)[1]))
+    return {name for name in losses if losses[name] != losses[""]}
+
+
 def from_all_ranks(x) -> list:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, x)
@@ -594,8 +626,6 @@ def note_change(state: State, trace: Trace, keep_all: bool) -> None:
     """Record what the first pass that changes a state makes of it; and whether the next
     pass changes it again: then it is a running mean, not what the last pass had."""
     name = state.name
-    if state.is_same():
-        return
     if keep_all or name not in trace.changed:
         trace.changed[name] = state.now()
     elif not state.is_buffer and not torch.equal(state.now(), trace.changed[name]):
@@ -675,10 +705,12 @@ def flows_without(another, batch: tuple, output: Point) -> dict:
 
 def train_full(reference: Run, optimizer, batches: list, facts: Facts, alone) -> None:
     """The full model's steps. alone: what has counted its collectives."""
+    states = states_of(reference.model, reference.renamed)
     for batch in batches[: reference.args.steps]:
         train(reference, optimizer, batch, facts.full, alone, None)
         facts.is_clipped |= facts.full.steps[-1].norm > reference.args.clip
     record_optimizer(reference, optimizer, facts.full)
+    record_buffers([x for x in states if not x.is_same()], facts.full)
     calls = [name for name in alone.calls if not name.startswith("optimizer")]
     if calls:
         raise RuntimeError(
@@ -697,9 +729,11 @@ def compare_steps(run: Run, batches: list, facts: Facts, counter) -> None:
     for batch, full in zip(batches, facts.full.steps):
         train(run, optimizer, batch, facts.own, counter, full.norm)
     record_optimizer(run, optimizer, facts.own)
-    for state in states:  # an optimizer's hook may change some
-        if state.is_buffer and not state.is_same():
-            facts.own.odd_buffers.add(state.name)
+    record_buffers(states, facts.own)  # an optimizer's hook may change some
+
+
+def record_buffers(states: list[State], trace: Trace) -> None:
+    trace.stepped = {x.name: x.now() for x in states if x.is_buffer}
 
 
 def record_optimizer(run: Run, optimizer, trace: Trace) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COLLECTIVES = {
@@ -67,8 +68,10 @@ class Trace:
     frozen: list[str] = field(default_factory=list)  # requires_grad is False
     unused: list[str] = field(default_factory=list)  # here, but not on other ranks
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    odd_buffers: set[str] = field(default_factory=set)  # changed by a step
-    changed: dict[str, Tensor] = field(default_factory=dict)  # by a pass in train mode
+    # Buffers after the steps: all of a rank, and what changes of the full model's.
+    stepped: dict[str, Tensor] = field(default_factory=dict)
+    # The same after a pass in train mode, and attributes of modules that change.
+    changed: dict[str, Tensor] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # attributes changed by each pass
     classes: dict[str, str] = field(default_factory=dict)  # module → its class
     loss: float = 0.0
@@ -159,8 +162,10 @@ class Facts:
     has: list[str] = field(default_factory=list)
     is_forward_only: bool = False  # no gradient is compared
     is_clipped: bool = False  # was the norm in some step above --clip?
+    read: set[str] = field(default_factory=set)  # buffers on which the loss depends
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
+    untracked: set[str] = field(default_factory=set)  # modules; see CallCounter
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -476,6 +481,8 @@ class CallCounter(TorchDispatchMode):
         self.shapes = ""  # how parameters are split, for errors about shapes
         self.phase = "start"
         self.calls = Counter()  # "phase: collective" → calls
+        # Modules in whose forward a collective gets a tensor that autograd follows.
+        self.untracked = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -484,6 +491,10 @@ class CallCounter(TorchDispatchMode):
         is_call = match and "wait" not in match[1] and "autograd" not in match[1]
         if not (is_call and ranks_in_group(args) > 1):  # alone, it sends nothing
             return func(*args, **(kwargs or {}))
+        is_plain = func._schema.name.startswith("c10d::") and torch.is_grad_enabled()
+        if is_plain and self.phase == "forward":
+            if any(getattr(x, "requires_grad", False) for x in tree_leaves(args)):
+                self.untracked.add(self.where())
         name = re.sub("_|coalesced|into|tensor|base_?$", "", match[1])
         name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1

@@ -24,6 +24,7 @@ from .compare import (
     numbers,
     scale_of,
     trimmed,
+    wrong_rows,
     wrong_share,
 )
 from .record import Point, is_within
@@ -126,32 +127,48 @@ class Parameter(Subject):
         return f"{share:.0%} of its elements on rank {rank} are in no parameter of it"
 
     def other_rows(self) -> str:
-        """Is it a bias with other rows than the weight of its module?"""
-        case = self.case
+        """Is it a bias with other rows than the weight of its module, or a norm (of
+        keys) that is a shard with other rows than the keys' weight?"""
+        shapes = self.case.model.shapes
         weight = f"{self.where.rpartition('.')[0]}.weight"
-        shapes = case.model.shapes
+        is_norm = weight not in shapes or len(shapes[weight]) < 2
+        weight = self.of_norm() if is_norm else weight
         if weight == self.where or not {weight, self.where} <= set(shapes):
             return ""
         if shapes[self.where] != shapes[weight][:1] or len(shapes[weight]) < 2:
             return ""
         for rank in self.ranks:
-            if weight not in case.index[rank]:
+            own, of_weight = self.rows(rank, self.where), self.rows(rank, weight)
+            if own is None or of_weight is None:
                 continue
-            held = []
-            for name in (weight, self.where):
-                width = shapes[name][1:].numel()
-                places = case.index[rank][name] - case.model.first[name]
-                is_own = (places >= 0) & (places < shapes[name].numel())
-                if not places.numel() or not is_own.all():
-                    return ""
-                held.append((places.flatten(1)[:, 0] if width > 1 else places) // width)
-            of_weight, own = held
-            if of_weight.shape == own.shape and not torch.equal(of_weight, own):
+            is_as_long = own.shape == of_weight.shape or is_norm
+            if is_as_long and not torch.equal(of_weight, own):
                 return (
                     f"rank {rank} has rows {span(own)} of it, and rows "
                     f"{span(of_weight)} of {weight}"
                 )
         return ""
+
+    def of_norm(self) -> str:
+        """The weight whose output is normed by this shard (k_proj of k_norm)."""
+        match = re.fullmatch(r"(.*\b[a-z]+_)\w*norm(\.weight)?", self.where)
+        if match is None or self.pieces[0].held is not Held.SHARD:
+            return ""
+        names = [n for n in self.case.model.shapes if n.startswith(match[1])]
+        return next((name for name in names if "norm" not in name), "")
+
+    def rows(self, rank: int, name: str) -> torch.Tensor | None:
+        """Which rows of a parameter of the full model a rank holds."""
+        case = self.case
+        if name not in case.index[rank]:
+            return None
+        shape = case.model.shapes[name]
+        places = case.index[rank][name] - case.model.first[name]
+        is_own = (places >= 0) & (places < shape.numel())
+        width = shape[1:].numel()
+        if not places.numel() or not is_own.all():
+            return None
+        return (places.flatten(1)[:, 0] if width > 1 else places) // width
 
     def foreign(self) -> str:
         """Which elements belong to a parameter with another name, in words."""
@@ -277,7 +294,7 @@ class Output(Subject):
         for point in reversed(case.order[: case.order.index(self.point)]):
             term = case.full.value(point)
             relation = case.relation_of(point)
-            if relation is None or relation.kind is not Kind.SAME:
+            if relation is None or relation.kind not in (Kind.SAME, Kind.PARTIAL):
                 continue
             if term.numel() != expected.numel():
                 continue
@@ -727,6 +744,15 @@ class Flow(Subject):
                     return place, name, f"{text}counts once, not {word}"
         return None
 
+    def untracked(self) -> tuple[str, str] | None:
+        """The forward or loss in which autograd does not track a collective."""
+        place, text = self.of_loss() or (self.user() or "the model", self.text)
+        names = self.case.first.untracked
+        names = [self.case.names.get(name, name) or "the model" for name in names]
+        is_known = place in names or (place == "loss" and "the model" in names)
+        is_simple = self.kind in (Kind.PARTIAL, Kind.FACTOR)
+        return (place, text) if is_known and not is_simple else None
+
     def backward_of(self) -> tuple[str, str] | None:
         """The module whose own backward is wrong, and what is known of it."""
         case = self.case
@@ -788,6 +814,8 @@ class Gradient(Subject):
             self.is_fed_right = False  # it is used in front of a wrong gradient
         if self.kind in VAGUE and inner:
             self.is_fed_right = False  # it may be used in front of one that is not seen
+        self.summed = self.summed_sibling()
+        self.is_fed_right |= bool(self.summed)  # as is known of the other one
         is_of_flow = self.kind in OF_FLOW and not self.is_fed_right
         if flow is not None and is_of_flow and flow.is_behind(name):
             if flow.module != self.module:
@@ -799,6 +827,37 @@ class Gradient(Subject):
                 words = [f"{name} ({relation})" for name, relation in self.returned]
                 texts.append(f"returned wrong by {', '.join(words)}")
         self.seen = "; ".join(texts)
+
+    def summed_sibling(self) -> str:
+        """A parameter of its module with as many rows, in full on all ranks, whose
+        gradient is right: what arrives is summed for that one."""
+        case = self.case
+        own = case.compared(self.where, "grads")[1][0]
+        others = [n for n in case.matched if case.owner(n) == self.module]
+        for name in others if self.kind is Kind.SUM else ():
+            x = case.compared(name, "grads")[1][0]
+            held = {p[name].held for p in case.pieces if name in p}
+            is_like = held == {Held.REPLICATED} and x.shape[:1] == own.shape[:1]
+            if is_like and x.any() and case.gradient(name).kind is Kind.RIGHT:
+                return name
+        return ""
+
+    def is_left_out(self) -> str:
+        return self.summed and f"that of {self.summed} is right"
+
+    def padding_row(self) -> bool:
+        """Is one row zero on a rank and not in the full model, or the reverse?"""
+        held, right = self.case.compared(self.where, "grads")
+        limit = self.case.ruler.allowed * self.case.grad_scale(right)
+        is_sharded = len(self.case.replica_sets(self.where)) > 1
+        for x, e in zip(held, right):
+            if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
+                return False
+            rows = wrong_rows(x, e, limit)
+            is_zero = not e[rows].any() or (is_sharded and not x[rows].any())
+            if len(rows) > 1 or not is_zero:
+                return False
+        return True
 
     def is_right_arrival(self, arrives: Relation | None) -> bool:
         """Is this gradient right for its module? If a mean over ranks is taken later,
@@ -828,8 +887,8 @@ class Gradient(Subject):
     def is_of_backward(self) -> bool:
         """Is it wrong in backward, and not only in what is done with it afterwards?
         Then a wrong gradient arrives at its module or is returned by it."""
-        if not self.is_fed_right:
-            return True
+        if self.summed or not self.is_fed_right:
+            return not self.summed
         inputs = [point for point in self.case.full.returned]
         own = [point for point in inputs if is_within(point.module, self.module)]
         return any(is_wrong(self.case.relation_of(point, "back")) for point in own)
@@ -1002,17 +1061,26 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 
 
 class TrainBuffer(Subject):
-    """A buffer that train mode changes, if its value after one pass is wrong."""
+    """A buffer that train mode or a step changes, if its value then is wrong."""
+
+    def __init__(self, case: Case, name: str, what: str = "changed"):
+        super().__init__(case, name)
+        self.what = what
 
     def wrong(self) -> str:
         case = self.case
-        how = case.relation_of_state("changed", self.where)
-        of_shard = [Kind.SHAPE, Kind.PARTIAL]  # a count of a rank's own tokens
+        how = case.relation_of_state(self.what, self.where)
+        held = [getattr(trace, self.what).get(self.where) for trace in case.own]
+        of_shard = [Kind.SHAPE]
+        is_read = self.where in case.first.read
+        if not is_read or all(torch.equal(x, x.round()) for x in held if x is not None):
+            of_shard.append(Kind.PARTIAL)  # a count of a rank's own tokens
         if self.where not in case.full.buffers:
             of_shard.append(Kind.FACTOR)
         if how is None or how.is_right or how.kind in of_shard:
             return ""
-        return f"after one pass: {how}"
+        passes = "one pass" if self.what == "changed" else "all steps"
+        return f"after {passes}: {how}"
 
 
 class TrainMode(Subject):
@@ -1136,7 +1204,7 @@ class Step(Subject):
         found = []
         for own in pairs:
             k = multiple_of(*zip(*own)) if own else 1.0
-            found.append(1.0 if abs(k - 1) < 100 * case.ruler.allowed else k)
+            found.append(1.0 if abs(k - 1) < 1e-5 else k)  # as numbers() shows it
         if all(k == 1 for k in found):
             return None
         words = f"{numbers(found)} times the right ones on ranks 0, 1, …"

@@ -99,9 +99,10 @@ class Tensors(Pieces):
 
     def relation_of_state(self, what: str, name: str) -> Relation | None:
         """How the ranks' "buffers" of a name are related, or what train mode has
-        "changed"."""
+        "changed", or what the steps have left ("stepped")."""
         held = [getattr(trace, what).get(name) for trace in self.own]
-        return self.compare(held, getattr(self.full, what).get(name))
+        right = getattr(self.full, what).get(name, self.full.buffers.get(name))
+        return self.compare(held, right)
 
     def buffer_rows(self) -> list[dict]:
         """Rows for buffers, if one of them is not in full on every rank."""
