@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from runs import (
     ALL_RUNS,
+    PROOF,
     QWEN2,
     SEQUENCE,
     failed,
@@ -199,7 +200,7 @@ def test_hugging_face(run):
     assert compared["losses: loss, step 1, DTensor"] <= 1e-6
 
 
-@over([(SEQUENCE, 2), (SEQUENCE, 4), (SEQUENCE, 2, *ODD)])
+@over([(SEQUENCE, 2), (SEQUENCE, 4, *PROOF), (SEQUENCE, 2, *ODD)])
 def test_the_table_of_saved_bytes(run):
     """The paper's formulas, and with sequence parallelism 1/T of one process. Its
     letters have values, and the last sentence names both kinds of recomputation."""
