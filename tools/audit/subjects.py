@@ -790,6 +790,7 @@ class Flow(Subject):
 class Gradient(Subject):
     """A wrong gradient of a parameter; those closest to the loss come first."""
 
+    summed = ""  # another parameter of its module; see summed_sibling()
     category = of_relation("gradient")
 
     def __init__(self, case: Case, name: str, flow: Flow | None):
