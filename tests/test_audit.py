@@ -1417,15 +1417,18 @@ def build():
 def parallelize(model, group):
     model.group = group
     model.mlp = lesson.tp_mlp(model.mlp, group)
+    if {bug!r} == "no sum":
+        model.mlp.down_proj.reduce = lambda partial_y, group: partial_y
     model.head = lesson.ColumnParallelLinear(model.head, group)
     return model
 
 def batch(step):
-    return torch.randn(2, 6, 8), torch.randn(2, 6, 12)
+    return torch.randn(2, 6, 8), torch.randn(2, 6, 12) if {bug!r} else None
 """
 
 
 @pytest.mark.parametrize("ids, bug, says", [
+    (False, "no sum", "1. mlp.down_proj: forward partial"),
     (False, "", "not compared: gradients: nothing to compare, only forward was run"),
     (True, "", "RIGHT my_model.py"),
     (True, "argmax", "An argmax, a top-k or a sampling needs the columns of all"),
@@ -1435,6 +1438,14 @@ def test_a_model_that_is_served(forked_ranks, tmp_path, capsys, ids, bug, says):
     code, said = audited(tmp_path, SERVED, capsys=capsys, ids=ids, bug=bug)
     assert code == (1 if bug else 0) and says in said, said
     assert "gradients: nothing to compare" in said
+
+
+def test_a_model_that_is_trained_needs_a_target(forked_ranks, tmp_path, capsys):
+    """Or a loss of the file's own: one line says so."""
+    text = MISSING_F + "def batch(step): return torch.randn(2, 3, 8), None"
+    code, said = audited(tmp_path, text, capsys=capsys, wrong="pass")
+    assert code == 2 and said.count("error: ") == 1
+    assert "returned None as target: it has to return one, or the file to" in said
 
 
 def test_forward_alone_is_compared_if_asked_for(forked_ranks, tmp_path, capsys):

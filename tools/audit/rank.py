@@ -228,7 +228,12 @@ class Run:
             found = outputs_of(output)
             if "" not in found:  # token ids, of a model that is served
                 return one_number(outputs_of(output, True).get(""))
-            return default_loss(found[""], target)
+            if target is not None:
+                return default_loss(found[""], target)
+            if found[""].requires_grad and not self.is_forward_only():
+                expected = "return one, or the file to define loss(output, target)"
+                refuse(self.subject, "batch", "returned None as target", expected)
+            return one_number(found[""])  # of a model that is served
         loss = self.call_loss(loss_of, output, target)
         if not torch.is_tensor(loss) or loss.numel() != 1:
             expected = "return a tensor with one number, a mean or a sum"
@@ -356,7 +361,7 @@ def default_loss(output, target) -> Tensor:
 
 
 def one_number(x: Tensor | None) -> Tensor:
-    """Of integers, of which there is no loss: another number for other ones."""
+    """Of an output without a loss: another number for other elements."""
     if x is None:
         raise TypeError("the model returns no tensor: define loss(output, target)")
     places = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device)

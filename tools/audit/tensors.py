@@ -193,7 +193,7 @@ class Tensors(Pieces):
             grad = trace.flow(Point(owner))
             if not f"{owner}.".startswith(f"{reader}.") or grad is None:
                 continue
-            if is_column and weight.dim() == 2 and grad.shape[-1] == len(weight):
+            if is_column and weight.dim() == 2 and grad.shape[-1:] == weight.shape[:1]:
                 terms.append(grad.double() @ weight)
         if not terms or any(term.shape != terms[0].shape for term in terms):
             return None  # no linears, or linears of different inputs
