@@ -637,12 +637,12 @@ class Meter(TorchDispatchMode):
     @contextmanager
     def phase(self, run: str, phase: str):
         """Within `with`: collectives are counted as this phase of this run."""
-        self.label = run, phase
+        before, self.label = self.label, (run, phase)
         try:
             with self:
                 yield
         finally:
-            self.label = None
+            self.label = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -1076,7 +1076,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
-    with suppress(AttributeError, OSError):  # Linux: a message interrupts no rank
+    with suppress(AttributeError, OSError):  # Linux: no message interrupts a rank
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine

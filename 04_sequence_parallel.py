@@ -169,9 +169,9 @@ def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
 class LinearWithInputComm(nn.Module):
     """A column-parallel linear that first gathers its input, by a function from above.
 
-    up_proj and lm_head are replaced by this module, which has their weight and bias:
-    the function takes it as the linear. (For q, k and v the function itself replaces
-    Attention.project_qkv.)
+    It replaces up_proj and lm_head, and takes over weight and bias under their names,
+    so the function can take this module for the linear. (For q, k and v the function
+    itself replaces Attention.project_qkv.)
     """
 
     def __init__(self, linear: ColumnParallelLinear, gather_and_apply):
@@ -347,8 +347,8 @@ def planned_transformer(full: Transformer, tp_group) -> Transformer:
 def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
     """The mean loss of DTensor logits; call it and its backward in loss_parallel().
 
-    The loss is a replicated DTensor, already summed; full_tensor() makes it a plain
-    tensor (and would sum a Partial() one). dist.all_reduce of a DTensor is an error.
+    The loss is a replicated DTensor, already summed over the ranks: full_tensor() makes
+    it a plain tensor, and you need no all-reduce of your own.
     """
     return mean_loss(logits, target_BS).full_tensor()
 
@@ -361,12 +361,12 @@ def main(args, report: Report) -> None:
     limit = timedelta(seconds=args.timeout)  # of a call
     tp_group = dist.new_group(timeout=limit, group_desc="tp")  # all ranks
     if 4 % args.ranks:
-        report.say("Without flags, K, N and D are larger here: the ranks divide K.")
+        report.say("Without flags, K, N and D are larger here, so that T divides K.")
     if report.size["S"] > args.seq_len:
         report.say(f"S is --seq-len {args.seq_len}, padded so that T divides it.")
     batches = make_batches(__doc__, args, args.steps)
     batches = [pad_batch(tokens, target, args.ranks) for tokens, target in batches]
-    # From here on T divides S, also without TP: section 6 compares with no padding.
+    # From here on T divides S, also without TP: section 6 compares with unpadded ones.
     args.seq_len = report.size["S"]
     full = make_tied(args)
 
@@ -582,7 +582,7 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     for name, formula in SAVED_BY_A_LAYER.items():
         terms.append(f"{formula.partition('/')[0]} ({name})")
     report.say(
-        f"In bfloat16. X = B·S·D = {report.size['X']:,} elements, A = B·N·S·S = {A:,} "
+        f"In bfloat16, K = N. X = B·S·D = {report.size['X']:,}, A = B·N·S·S = {A:,} "
         f"attention weights, c = {c} bytes. Saved: {' + '.join(terms)}"
     )
     measured = measure_layers(report, tp_group, args)
@@ -828,7 +828,7 @@ class ColumnParallelLinear(nn.Module):
         if self.copy_input:
             x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
         y_BSf = F.linear(x_BSD, self.weight, self.bias)
-        if self.gather_output:
+        if self.gather_output:  # the naive split only, see below
             return GatherFromTP.apply(y_BSf, 2, self.tp_group)
         return y_BSf
 
@@ -1612,12 +1612,12 @@ class Meter(TorchDispatchMode):
     @contextmanager
     def phase(self, run: str, phase: str):
         """Within `with`: collectives are counted as this phase of this run."""
-        self.label = run, phase
+        before, self.label = self.label, (run, phase)
         try:
             with self:
                 yield
         finally:
-            self.label = None
+            self.label = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -2051,7 +2051,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
-    with suppress(AttributeError, OSError):  # Linux: a message interrupts no rank
+    with suppress(AttributeError, OSError):  # Linux: no message interrupts a rank
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine

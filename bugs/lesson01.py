@@ -1,4 +1,4 @@
-"""Bugs of lesson 01: edits of a few lines that people have shipped."""
+"""Bugs of lesson 01: edits of a few lines that people have shipped, or ask about."""
 
 BUGS = {
     "f": dict(
@@ -10,11 +10,13 @@ BUGS = {
         return partial_grad, None
 """,
         symptom="in step 1 the loss and the gradients of Megatron's weights are "
-        "correct, but dL/dx is wrong, so the losses diverge from step 2 on; in the "
-        "naive split the gradients of up_proj are wrong as well",
+        "correct, but dL/dx is wrong; the losses are wrong from step 2 on, Megatron's "
+        "by so little that a falling loss does not show it; in the naive split the "
+        "gradients of up_proj are wrong as well",
         why="each rank computed dL/dx from its slice of W only, which is one of T "
         "partial sums",
-        reported="github.com/NVIDIA/Megatron-LM/issues/19",
+        reported="github.com/NovaSky-AI/SkyRL/pull/1886; why f sums at all is asked in "
+        "NVIDIA/Megatron-LM, issue 19",
         audit="gradient sum",
     ),
     "g": dict(
