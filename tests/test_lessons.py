@@ -346,6 +346,8 @@ def test_readme_shows_what_the_demo_prints():
     blurred = blur(jobs.result(MLP, 2).out).splitlines()
     for line in lines:
         assert line == "…" or blur(line) in blurred, line
+    count = r"  (\d+) checks, "
+    assert re.findall(count, shown) == re.findall(count, jobs.result(MLP, 2).out)
 
 
 COMMAND = re.compile(r"--nproc_per_node=(\d) (?:beyond/)?(\w+)\.py")
