@@ -83,7 +83,8 @@ FAULTS = [
         what="The values of this parameter are in no parameter of the full model: "
         "this rank has initialized it itself, or has combined, scaled or rounded it.",
         change="Slice the full parameter instead of initializing the shard (with "
-        "random values: from_full copies the full model's into it).",
+        "random values: from_full copies the full model's into it). What every rank "
+        "has in full is to be the same everywhere: broadcast it from one rank.",
         where="lesson 02, bug seed"),
     Fault(of=Missing, key="missing", test=Missing.in_words,
         what="Some elements of the full model are on no rank, and others probably "
@@ -203,9 +204,10 @@ FAULTS = [
         "compared, and this module makes a wrong one of them.",
         change="Look at what this forward does between its modules, and at what it "
         "assumes about the shape: a mean, a scale or a number of heads may be that of "
-        "the local shard. A table with an entry per head is sliced like the heads. "
-        "What every rank has in full (a bias, a shared expert) is added after a sum, "
-        "not before.",
+        "the local shard. A table with an entry per head is sliced like the heads. An "
+        "output of several parts (read by chunk or split) is gathered first, or each "
+        "part is sharded. What every rank has in full (a bias, a shared expert) is "
+        "added after a sum, not before.",
         where="lesson 02, bug qkv"),
     Fault(of=Output, key="forward of a partial sum", test=Output.partial_input,
         what="This module gets a partial sum, and what it makes of it is no part of "
@@ -335,7 +337,8 @@ FAULTS = [
         "full_tensor(grad_placements=…)); the weights of a softmax over all ranks "
         "need the statistics of all; a sum of squares (a norm over a sharded dim) is "
         "all-reduced in both directions. Is a part cut off (detach(), no_grad() "
-        "around the dispatch of tokens)? If this module makes a second loss (of a "
+        "around the dispatch of tokens), or set to 0 under no_grad(), which backward "
+        "does not see? If this module makes a second loss (of a "
         "router): one that every rank has in full reads nothing behind f and is not "
         "summed; if each rank has the one of its own tokens, counts and scales (of "
         "its gradient as well) are those of all tokens.",
@@ -349,8 +352,9 @@ FAULTS = [
         "was saved for backward, a detach() of one term (of a logsumexp), a gather "
         "whose backward takes a slice without a sum, or sums what every rank has in "
         "full. The gradient of what a softmax, a mean or an entropy over sharded "
-        "columns has summed is a sum over all ranks' columns. If each rank has the "
-        "mean loss of its own data, gradients are averaged, not summed.",
+        "columns has summed is a sum over all ranks' columns. Under loss_parallel(), "
+        "log_softmax has its backward in front of cross_entropy only. If each rank has "
+        "the mean loss of its own data, gradients are averaged, not summed.",
         where="lesson 03, bugs ignored and exponentials"),
     Fault(of=Flow, key="backward partial", test=Flow.partial,
         what="Backward returns a partial sum to the output of this module: all or some "
@@ -388,13 +392,21 @@ FAULTS = [
         change="Each rank divides by its own number (of tokens, of samples), or a "
         "rank's partial sum is scaled by the rank: divide by the number of all ranks.",
         where="notebook 12, fault 12"),
+    Fault(of=Gradient, key="gradient factor", test=Gradient.is_scaled_after,
+        what="The gradient that arrives at this parameter's module is right, and the "
+        "parameter's is right up to a factor.",
+        change="T: it was complete, and was summed once more: by a hook, after "
+        "backward, or in the backward of a function inside of this module. 1/T: it "
+        "was averaged there.",
+        where="lesson 01, bug g"),
     Fault(of=Gradient, key="gradient factor", test=kind(Kind.FACTOR),
         what="This gradient is right up to a factor.",
         change="T: summed twice, or g all-reduces in backward too, or the backward of "
-        "a gather sums what every rank has in full. 1/T (or one by the number of "
-        "ranks that hold the same piece): averaged instead of summed, or a bias is "
-        "added as bias/T on every rank before a sum. The loss may be divided by the "
-        "wrong number of targets.",
+        "a gather sums what every rank has in full, or other gradients are averaged "
+        "over the ranks and this one is not. 1/T (or one by the number of ranks that "
+        "hold the same piece): averaged instead of summed, or a bias is added as "
+        "bias/T on every rank before a sum. The loss may be divided by the wrong "
+        "number of targets.",
         where="lesson 01, bug g"),
     Fault(of=Gradient, key="missing sum over dp", test=Gradient.lacks_dp_sum,
         what="Ranks that hold the same piece of this parameter have different samples "

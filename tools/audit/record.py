@@ -341,8 +341,8 @@ def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
     """Call enter(name, module, …) before each module's forward, and leave after it."""
     handles = []
     for long_name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":
-            continue  # torch.compile's, around a module that has the same name
+        if type(module).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+            continue  # around a module that has the same name
         name = plain_name(long_name, renamed)
         before = partial(enter, name)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -231,7 +231,7 @@ class Buffer(Subject):
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
-        if how is None or how.is_right or how.kind is Kind.SHAPE:
+        if how is None or how.is_right or how.kind in NOT_COMPARED:
             return ""
         return f"it is {how}"
 
@@ -867,6 +867,10 @@ class Gradient(Subject):
             return False
         is_scaled = self.kind is Kind.MEAN and arrives.kind is Kind.FACTOR
         return arrives.is_right or arrives.is_other_layout or is_scaled
+
+    def is_scaled_after(self) -> bool:
+        is_known = self.is_fed_right and self.arrives is not None
+        return self.kind is Kind.FACTOR and is_known and self.arrives.is_right
 
     def own_readers(self, flow: Flow) -> list[tuple[str, Relation]]:
         """Modules that return a wrong gradient to this one's output, although they get

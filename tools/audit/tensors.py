@@ -114,7 +114,8 @@ class Tensors(Pieces):
         for name, how in found.items():
             words = "replicated" if how.kind is Kind.SAME else str(how)
             row = {"parameter": name, "placement": words, "all": [words] * self.ranks}
-            rows.append({**row, "gradient": "buffer", "is_wrong": not how.is_right})
+            is_wrong = not how.is_right and how.kind is not Kind.REORDERED
+            rows.append({**row, "gradient": "buffer", "is_wrong": is_wrong})
         return rows
 
     def in_its_layout(self, how: Relation | None, point: Point) -> Relation | None:
