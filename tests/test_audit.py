@@ -1440,6 +1440,24 @@ def test_a_model_that_is_served(forked_ranks, tmp_path, capsys, ids, bug, says):
     assert "gradients: nothing to compare" in said
 
 
+class DistributedDataParallel(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_a_wrapper_is_no_second_call_of_its_module():
+    """Both have one name in the full model."""
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
+    entered = []
+    add_hooks(model, {}, lambda name, *_: entered.append(name), lambda *_: None)
+    model(torch.ones(2))
+    assert entered == ["", "0"]
+
+
 def test_a_model_that_is_trained_needs_a_target(forked_ranks, tmp_path, capsys):
     """Or a loss of the file's own: one line says so."""
     text = MISSING_F + "def batch(step): return torch.randn(2, 3, 8), None"

@@ -869,8 +869,9 @@ class Gradient(Subject):
         return arrives.is_right or arrives.is_other_layout or is_scaled
 
     def is_scaled_after(self) -> bool:
-        is_known = self.is_fed_right and self.arrives is not None
-        return self.kind is Kind.FACTOR and is_known and self.arrives.is_right
+        if self.kind is not Kind.FACTOR or self.arrives is None:
+            return False
+        return self.is_fed_right and self.arrives.is_right
 
     def own_readers(self, flow: Flow) -> list[tuple[str, Relation]]:
         """Modules that return a wrong gradient to this one's output, although they get
