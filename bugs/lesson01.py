@@ -10,7 +10,7 @@ BUGS = {
         return partial_grad, None
 """,
         symptom="in step 1 the loss and the gradients of Megatron's weights are "
-        "correct, but dL/dx is wrong; the losses are wrong from step 2 on, Megatron's "
+        "correct, but dL/dx is wrong, so the losses drift from step 2 on, Megatron's "
         "by so little that a falling loss does not show it; in the naive split the "
         "gradients of up_proj are wrong as well",
         why="each rank computed dL/dx from its slice of W only, which is one of T "
