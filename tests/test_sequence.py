@@ -207,7 +207,7 @@ def test_the_table_of_saved_bytes(run):
     done = jobs.result(*run)
     B, S, D, N, X = (done.data["size"][letter] for letter in "BSDNX")
     printed = re.sub(r"\s+", " ", done.out)
-    letters = f"In bfloat16, K = N. X = B·S·D = {B * S * D:,}, A = B·N·S·S = {B * N * S * S:,} "
+    letters = f"K = N. X = B·S·D = {B * S * D:,}, A = B·N·S·S = {B * N * S * S:,} "
     assert X == B * S * D and f"{letters}attention weights, c = 2 bytes." in printed
     rows = {row["run"]: row for row in rows_with(done.data, "saved")}
     assert len(rows) == 8 and {row["ok"] for row in rows.values()} == {"ok"}
