@@ -312,10 +312,10 @@ def run_bug(_, ranks: int, number: str, name: str, *flags) -> Done:
     return done._replace(code=code, data=data | {"said": said})
 
 
-def run_driver(script: str, ranks: int) -> list:
+def run_driver(script: str, ranks: int, *flags) -> list:
     """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = launch(ROOT / "tests" / script, ranks, folder, limit=1500)
+        done = launch(ROOT / "tests" / script, ranks, folder, *flags, limit=1500)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")

@@ -35,9 +35,10 @@ from audit.record import (
 )
 from torch import nn
 
-DRIVER = ("drive_audit.py", 2)
-# One driver tries 180 models.
-pytestmark = [pytest.mark.launches(*DRIVER), pytest.mark.timeout(1800)]
+# Three jobs try 180 models, a third each.
+DRIVERS = [("drive_audit.py", 2, part) for part in ("0", "1", "2")]
+pytestmark = [pytest.mark.launches(*driver) for driver in DRIVERS]
+pytestmark.append(pytest.mark.timeout(1800))
 
 START = multiprocessing.get_context("forkserver")
 
@@ -65,6 +66,17 @@ class Forked:
 def forked_ranks(monkeypatch):
     """Ranks of the command need not import torch. Signals are tried on others."""
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=Forked))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each rank found, in all three jobs."""
+    found = [{}, {}]
+    for driver in DRIVERS:
+        for whole, part in zip(found, jobs.result(*driver)):
+            for key, value in part.items():
+                whole[key] = whole[key] + value if key in whole else value
+    return found
 
 
 def test_every_rank_has_the_same_findings(ranks):
