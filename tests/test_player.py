@@ -516,6 +516,7 @@ def sent_by(recording: dict, row: str, steps: int) -> int:
 def test_it_plays_to_the_end_and_back(open_page, name):
     steps = [*enumerate(RECORDED[name]["events"], 1)]
     player = open_page(name).locator("tp-player")
+    check_legend(name, player.locator(".legend").inner_text())
     sent = {(x["row"], x["rank"]): x["bytes"] for x in RECORDED[name]["ledger"]}
     rows = dict.fromkeys(row for row, _ in sent)
     ranks = RECORDED[name]["ranks"]
@@ -683,9 +684,8 @@ def check_frames(frames: list[dict], width: int) -> None:
                 assert both == [name for name in others if name in names]
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_letters_of_formulas_are_explained(open_page, name):
-    legend = open_page(name).locator("tp-player .legend").inner_text()
+def check_legend(name: str, legend: str) -> None:
+    """Letters of formulas are explained."""
     formulas = " ".join(entry["formula"] for entry in RECORDED[name]["ledger"])
     for letter in set(re.findall("[A-Za-z]+", formulas)):
         assert re.search(rf"\b{letter}\b", legend), (letter, legend)
