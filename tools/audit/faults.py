@@ -191,7 +191,8 @@ FAULTS = [
         change="Look for what depends on the rank: an offset (positions, the first "
         "row of the vocabulary, a mask), an index of a slice (a table with an entry "
         "per head is sliced like the heads), the rows that a rank has of a fused "
-        "weight (each of its parts is sliced), or a branch such as if rank == 0.",
+        "weight (each of its parts is sliced), the positions of the rank before it "
+        "that a convolution or a window needs, or a branch such as if rank == 0.",
         where="lesson 03; lesson 04, bug rotary"),
     Fault(of=Output, key="forward right but for rounding", test=kind(Kind.ROUNDED),
         what="This tensor is right but for rounding errors: the parallel model "
@@ -397,7 +398,9 @@ FAULTS = [
         "parameter's is right up to a factor.",
         change="T: it was complete, and was summed once more: by a hook, after "
         "backward, or in the backward of a function inside of this module. 1/T: it "
-        "was averaged there.",
+        "was averaged there, or forward uses 1/T of this parameter on each rank (a "
+        "bias / T) and nothing sums its gradients. 1/T for all parameters: they are "
+        "divided by the tokens of all ranks, and averaged over the ranks as well.",
         where="lesson 01, bug g"),
     Fault(of=Gradient, key="gradient factor", test=kind(Kind.FACTOR),
         what="This gradient is right up to a factor.",

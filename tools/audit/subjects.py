@@ -324,10 +324,15 @@ class Output(Subject):
         """A weight in this module that is one slice, and whose name says that it is
         several matrices."""
         case = self.case
+        inside = {}  # name → how it is held
         for name, piece in case.pieces[0].items():
-            is_inside = self.module and is_within(case.owner(name), self.module)
+            if self.module and is_within(case.owner(name), self.module):
+                inside[name] = piece
+        if any(x.held in (Held.BLOCKS, Held.PERMUTED) for x in inside.values()):
+            return None  # that one may be read in a wrong order as well
+        for name, piece in inside.items():
             is_one = piece.held is Held.SHARD and piece.dim == 0
-            is_fused = is_inside and is_one and FUSED.search(name)
+            is_fused = is_one and FUSED.search(name)
             if is_fused and not self.is_read_right(Point(case.owner(name))):
                 said = "by its name it is several matrices, and it is one Shard(0)"
                 return name, said
