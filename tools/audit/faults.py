@@ -111,7 +111,8 @@ FAULTS = [
         "the full model, nor each rank's slice of it.",
         change="Rank t takes its own slice (a table of positions starts at its "
         "offset, not at 0). If the module gathers the sequence first, it needs the "
-        "full table.",
+        "full table. A buffer that is not in the state dict (persistent=False) is "
+        "neither loaded nor sent with it: each rank computes it, or rank 0 sends it.",
         where="lesson 04, bug rotary"),
     Fault(of=Parameter, key="wrong piece", test=Parameter.others_piece,
         what="A rank holds the piece of another rank.",
@@ -192,7 +193,8 @@ FAULTS = [
         "row of the vocabulary, a mask), an index of a slice (a table with an entry "
         "per head is sliced like the heads), the rows that a rank has of a fused "
         "weight (each of its parts is sliced), the positions of the rank before it "
-        "that a convolution or a window needs, or a branch such as if rank == 0.",
+        "that a convolution or a window needs, the seed of a dropout (a shard takes "
+        "its part of the full mask), or a branch such as if rank == 0.",
         where="lesson 03; lesson 04, bug rotary"),
     Fault(of=Output, key="forward right but for rounding", test=kind(Kind.ROUNDED),
         what="This tensor is right but for rounding errors: the parallel model "
