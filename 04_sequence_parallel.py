@@ -626,7 +626,7 @@ def measure_layers(report: Report, tp_group, args) -> dict[str, tuple[int, int]]
     full = model.layers[0]
     layers = {"without TP": full, **layer_variants(full, tp_group)}
     if args.save_gathered:
-        layers["TP + SP"] = sp_layer(full, tp_group, gather_and_save)
+        layers["TP + SP"] = layer_with_sp(full, tp_group, gather_and_save)
     if "DTensor" not in report.raised:
         layers["DTensor"] = planned_transformer(model, tp_group).layers[0]
 
@@ -650,23 +650,23 @@ def measure_layers(report: Report, tp_group, args) -> dict[str, tuple[int, int]]
 def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
     """One layer under TP and under SP, without and with recomputation."""
     return {
-        "TP": tp_layer(full, tp_group),
-        "TP + SP": sp_layer(full, tp_group),
-        "TP, selective": recompute_core(tp_layer(full, tp_group)),
-        "TP + SP, selective": recompute_core(sp_layer(full, tp_group)),
-        "TP, full": Checkpointed(tp_layer(full, tp_group)),
-        "TP + SP, full": Checkpointed(sp_layer(full, tp_group)),
+        "TP": layer_with_tp(full, tp_group),
+        "TP + SP": layer_with_sp(full, tp_group),
+        "TP, selective": recompute_core(layer_with_tp(full, tp_group)),
+        "TP + SP, selective": recompute_core(layer_with_sp(full, tp_group)),
+        "TP, full": Checkpointed(layer_with_tp(full, tp_group)),
+        "TP + SP, full": Checkpointed(layer_with_sp(full, tp_group)),
     }
 
 
-def tp_layer(full: DecoderLayer, tp_group) -> DecoderLayer:
+def layer_with_tp(full: DecoderLayer, tp_group) -> DecoderLayer:
     layer = copy.deepcopy(full)
     parallelize_layer(layer, tp_group)
     return layer
 
 
-def sp_layer(full: DecoderLayer, tp_group, gather=gather_again) -> DecoderLayer:
-    layer = tp_layer(full, tp_group)
+def layer_with_sp(full: DecoderLayer, tp_group, gather=gather_again) -> DecoderLayer:
+    layer = layer_with_tp(full, tp_group)
     split_sequence(layer, tp_group, gather)
     return layer
 
