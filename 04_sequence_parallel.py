@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 62 to 268, in about 21 minutes. The rest of NEW is optional. Stop at RUN.
+# Read lines 62 to 264, in about 20 minutes. The rest of NEW is optional. Stop at RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). Two more operations of lesson 01:
@@ -105,13 +105,12 @@ def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
 
 
 class GatherThenLinear(torch.autograd.Function):
-    """All-gather the sequence, apply linears, and save only this rank's slice.
+    """The forward and backward of gather_again: save only this rank's slice.
 
     The gradient of a weight needs the input at all positions. Plain autograd would save
     the gathered input, T slices. The paper saves one slice and gathers it again in
     backward (arXiv:2205.05198, sec. 4.2.2). This second gather makes SP send 25 % more
-    bytes than TP. It can travel while dL/dx is computed ([products] of
-    beyond/18_in_pieces.py).
+    bytes than TP. (beyond/18_in_pieces.py sends it while dL/dx is computed.)
     """
 
     @staticmethod
@@ -129,7 +128,7 @@ class GatherThenLinear(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: under checkpoint() a second read fails
         x_BsD = saved[0]
         weights = saved[1:]
-        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
+        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # gather again
         flat_x = x_BSD.flatten(0, 1)  # [B·S, D]
         partial_grad_BSD = torch.zeros_like(x_BSD)
         grads = []  # of the parameters, in the order of forward
@@ -141,11 +140,11 @@ class GatherThenLinear(torch.autograd.Function):
         # Each rank multiplied all positions by its own columns, so it has a partial
         # dL/dx for every position. Sum over ranks; this rank gets its positions.
         grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)
-        return tuple([grad_BsD, None] + grads)
+        return tuple([grad_BsD, None] + grads)  # None: the group has no gradient
 
 
-def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Apply column-parallel linears to a sharded sequence: one all-gather for all.
+def gather_again(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """All-gather x, apply column-parallel linears; in backward, gather x again.
 
     Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
     Communication: one all-gather forward; one all-gather and one reduce-scatter
@@ -158,7 +157,7 @@ def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """The same by plain autograd (--save-gathered): saves T slices, gathers once.
+    """The same by plain autograd, which saves the gathered x (--save-gathered).
 
     Communication: one all-gather forward, one reduce-scatter backward.
     """
@@ -167,22 +166,22 @@ def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class LinearWithInputComm(nn.Module):
-    """A column-parallel linear that first gathers its input, by a function from above.
+    """A column-parallel linear that gathers its input: gather_again or gather_and_save.
 
     It replaces up_proj and lm_head, and takes over weight and bias under their names,
-    so the function can take this module for the linear. (For q, k and v the function
-    itself replaces Attention.project_qkv.)
+    so it can pass itself to `gather` as the linear. (For q, k and v `gather` replaces
+    Attention.project_qkv.)
     """
 
-    def __init__(self, linear: ColumnParallelLinear, gather_and_apply):
+    def __init__(self, linear: ColumnParallelLinear, gather):
         super().__init__()
         self.tp_group = linear.tp_group
         self.weight = linear.weight
         self.bias = linear.bias
-        self.gather_and_apply = gather_and_apply
+        self.gather = gather
 
     def forward(self, x_BsD: Tensor) -> Tensor:
-        outputs = self.gather_and_apply(x_BsD, self)
+        outputs = self.gather(x_BsD, self)
         return outputs[0]
 
 
@@ -198,9 +197,7 @@ class LinearWithInputComm(nn.Module):
 #   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
 
 
-def split_sequence(
-    layer: DecoderLayer, tp_group, gather_and_apply=gather_then_apply_each
-) -> None:
+def split_sequence(layer: DecoderLayer, tp_group, gather=gather_again) -> None:
     """Edit a layer of tp_transformer: around attention and MLP the sequence is split.
 
     Attention itself needs all positions of its heads, so rotary tables and causal mask
@@ -208,14 +205,13 @@ def split_sequence(
     method that also splits the sequence inside attention.)
 
     Shapes: x [B, s, D] Shard(1) → [B, s, D] Shard(1).
-    Communication: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2
-        more all-gathers backward unless gather_and_apply is gather_and_save. Each is of
-        B·S·D elements.
+    Communication: 2 all-gathers and 2 reduce-scatters forward, the same backward, and
+        with gather_again 2 more all-gathers backward. Each is of B·S·D elements.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
     """
-    layer.self_attn.project_qkv = gather_and_apply
+    layer.self_attn.project_qkv = gather
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
-    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather_and_apply)
+    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
     # The layer drops elements of a [B, s, D]: each rank must use its slice of the mask.
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
@@ -226,18 +222,18 @@ def sp_transformer(
 ) -> Transformer:
     """A copy of the decoder under TP, with the sequence split between its linears.
 
-    save_gathered: save gathered inputs for backward, as plain autograd does.
+    save_gathered: use gather_and_save instead of gather_again.
     Shapes: tokens [B, S], T divides S (pad_batch) → logits [B, S, ⌈V/T⌉] Shard(2).
     Communication: split_sequence in each of L layers; one more reduce-scatter after the
         embedding; one more gather before lm_head. all_reduce_replicated_gradients must
         be called after backward.
     """
-    gather_and_apply = gather_and_save if save_gathered else gather_then_apply_each
+    gather = gather_and_save if save_gathered else gather_again
     model = vocab_transformer(full, tp_group)
     for layer in model.layers:
-        split_sequence(layer, tp_group, gather_and_apply)
+        split_sequence(layer, tp_group, gather)
     model.embed_tokens.reduce = reduce_scatter_sequence
-    model.lm_head = LinearWithInputComm(model.lm_head, gather_and_apply)
+    model.lm_head = LinearWithInputComm(model.lm_head, gather)
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -409,7 +405,7 @@ def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> Training
     """Train a model whose vocabulary is split, sum_up(model) after each backward."""
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
     run = train_transformer(name, model, batches, args, tp_group, loss_of, sum_up)
-    trim_padding(run)
+    trim_spare_rows(run)
     return run
 
 
@@ -485,7 +481,8 @@ def show_communication_sp(report: Report, args) -> None:
     """Collectives of each step, and what a rank of a ring sends for them."""
     n = 2 * args.layers + 1  # inputs that are gathered
     inputs = n, "(2·L + 1)·X·e"
-    again = inputs if args.save_gathered else (2 * n, "2·(2·L + 1)·X·e")
+    # gather_again gathers each input twice, the second time in backward.
+    gathers = inputs if args.save_gathered else (2 * n, "2·(2·L + 1)·X·e")
     # The LayerNorms, one before each gather, have a weight and a bias each. Their
     # gradients stay Partial(): DTensor sums them at each use, first in float64, for its
     # norm. (It adds the biases of o_proj and down_proj to all positions, so their
@@ -498,14 +495,14 @@ def show_communication_sp(report: Report, args) -> None:
         ("TP", "clipping", "all-reduce", "tp"): (1, "8"),  # a float64
         ("TP + SP", "forward", "all-gather", "tp"): inputs,
         ("TP + SP", "forward", "reduce-scatter", "tp"): inputs,
-        ("TP + SP", "backward", "all-gather", "tp"): again,
+        ("TP + SP", "backward", "all-gather", "tp"): gathers,
         ("TP + SP", "backward", "reduce-scatter", "tp"): inputs,
         ("TP + SP", "loss", "all-reduce", "tp"): (3, "3·B·S·e"),
         ("TP + SP", "summing", "all-reduce", "tp"): (1, "(6·L + 2)·D·e"),
         ("TP + SP", "clipping", "all-reduce", "tp"): (1, "8"),
         ("DTensor", "forward", "all-gather", "tp"): inputs,
         ("DTensor", "forward", "reduce-scatter", "tp"): inputs,
-        # Not twice as many: DTensor saves the gathered inputs, as section 5 shows.
+        # Not twice as many: DTensor gathers and saves, as section 5 shows.
         ("DTensor", "backward", "all-gather", "tp"): inputs,
         ("DTensor", "backward", "reduce-scatter", "tp"): inputs,
         ("DTensor", "loss", "all-reduce", "tp"): (3, "3·B·S·e"),
@@ -529,47 +526,51 @@ def show_rounds(report: Report, args) -> None:
         if run in sent and phase in ("forward", "backward"):
             sent[run] += ring(collective, sum(payloads), args.ranks) // args.steps
     if sent["TP"] and not {"TP", "TP + SP"} & set(report.raised):
-        how = "saves gathered inputs" if args.save_gathered else "gathers inputs again"
+        how = "gathers and saves" if args.save_gathered else "gathers inputs again"
         text = f"{sent['TP + SP'] / sent['TP']:.2f} times TP's bytes: it {how}."
         report.say(f"Forward and backward, TP + SP sends {text}")
 
 
 # ---- What a layer saves for backward
 
-# In bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1 and 4.2). X = B·S·D elements of the
-# layer's input, A = B·N·S·S attention weights, c bytes of a mean or of 1/σ. T divides
-# what is split by heads or columns, R what is split by positions (R = T under SP, 1
-# otherwise). G is as R, but 1 if outputs of LayerNorms are saved gathered.
+# In one process, in bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1). X = B·S·D elements
+# of the layer's input, A = B·N·S·S attention weights, c bytes of a mean or of 1/σ.
 SAVED_BY_A_LAYER = {
-    "LayerNorms' inputs": "4·X/R",
-    "their outputs": "4·X/G",  # inputs of q, k, v and of up_proj
-    "dropout masks": "2·X/R",  # of the two blocks' outputs
-    "q, k, v": "6·X/T",
-    "input of o_proj": "2·X/T",
-    "input of GELU": "8·X/T",
-    "input of down_proj": "8·X/T",
-    "softmax": "2·A/T",
-    "its mask": "A/T",
-    "after dropout": "2·A/T",
-    "mean, 1/σ": "4·B·S·c/R",  # not in the paper
+    # These are split by positions: SP divides them by T.
+    "LayerNorms' inputs": "4·X",
+    "their outputs": "4·X",  # inputs of q, k, v and of up_proj
+    "mean, 1/σ": "4·B·S·c",  # not in the paper
+    "dropout masks": "2·X",  # of the two blocks' outputs
+    # These are split by heads or columns: TP divides them by T.
+    "q, k, v": "6·X",
+    "input of o_proj": "2·X",
+    "of GELU": "8·X",
+    "of down_proj": "8·X",
+    "softmax": "2·A",
+    "its mask": "A",
+    "after dropout": "2·A",
 }
-SAVED_IN_TOTAL = {
-    "without TP": "34·X + 5·A + 4·B·S·c",
-    "TP": "10·X + (24·X + 5·A)/T + 4·B·S·c",
-    "TP + SP": "(34·X + 5·A + 4·B·S·c)/T",
-    "DTensor": "4·X + (30·X + 5·A + 4·B·S·c)/T",  # it saves the gathered inputs
+
+
+class LayerRun(NamedTuple):
+    is_split: bool  # is the layer's input [B, s, D]?
+    saved: str  # bytes that it saves for backward
+    calls: int  # collectives in its backward, on several ranks
+
+
+# Sums of the above. Recomputation: table 2 of the paper, and the end of its section 5;
+# full recomputation repeats the collectives of forward in backward, 2 or 4 more.
+LAYER_RUNS = {
+    "without TP": LayerRun(False, "34·X + 5·A + 4·B·S·c", 0),
+    "TP": LayerRun(False, "10·X + (24·X + 5·A)/T + 4·B·S·c", 2),
+    "TP + SP": LayerRun(True, "(34·X + 5·A + 4·B·S·c)/T", 6),
+    # It gathers and saves: the outputs of LayerNorms, 4·X, are not divided.
+    "DTensor": LayerRun(True, "4·X + (30·X + 5·A + 4·B·S·c)/T", 4),
+    "TP, selective": LayerRun(False, "10·X + 24·X/T + 4·B·S·c", 2),
+    "TP + SP, selective": LayerRun(True, "(34·X + 4·B·S·c)/T", 6),
+    "TP, full": LayerRun(False, "2·X", 4),
+    "TP + SP, full": LayerRun(True, "2·X/T", 10),
 }
-SAVED_WITH_RECOMPUTATION = {  # table 2 and the end of section 5
-    "TP, selective": "10·X + 24·X/T + 4·B·S·c",
-    "TP + SP, selective": "(34·X + 4·B·S·c)/T",
-    "TP, full": "2·X",
-    "TP + SP, full": "2·X/T",
-}
-# Full recomputation repeats the collectives of forward in backward: 2 or 4 more.
-CALLS_IN_BACKWARD = {
-    "without TP": 0, "TP": 2, "TP + SP": 6, "DTensor": 4,
-    "TP, selective": 2, "TP + SP, selective": 6, "TP, full": 4, "TP + SP, full": 10,
-}  # fmt: skip
 
 
 def show_memory_sp(report: Report, tp_group, args) -> None:
@@ -578,51 +579,54 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
     c = 2 if args.device == "cpu" else 4  # a GPU has mean and 1/σ in float32
     text = "bytes saved, calls in backward"
     report.section(f"One layer in one process, under TP, under TP + SP: {text}")
-    terms = []
-    for name, formula in SAVED_BY_A_LAYER.items():
-        terms.append(f"{formula.partition('/')[0]} ({name})")
-    report.say(
-        f"In bfloat16, K = N. X = B·S·D = {report.size['X']:,}, A = B·N·S·S = {A:,} "
-        f"attention weights, c = {c} bytes. Saved: {' + '.join(terms)}"
-    )
+    show_terms(report, A, c)
+    layer_runs = dict(LAYER_RUNS)
+    if args.save_gathered:
+        layer_runs["TP + SP"] = layer_runs["DTensor"]  # it gathers and saves as well
     measured = measure_layers(report, tp_group, args)
-    formulas = SAVED_IN_TOTAL | SAVED_WITH_RECOMPUTATION
-    calls = dict(CALLS_IN_BACKWARD)
-    if args.save_gathered:  # as DTensor; no input is gathered a second time
-        formulas["TP + SP"] = formulas["DTensor"]
-        calls["TP + SP"] = calls["DTensor"]
     rows = []
-    for run, formula in formulas.items():
+    for run, layer_run in layer_runs.items():
         if run not in measured:  # DTensor raised an error
             continue
-        saved, calls_made = measured[run]
-        cells = report.expect(f"memory: saved, {run}", saved, formula, A=A, c=c)
-        row = {"run": run, "saved": cells["bytes"], "formula": formula}
+        saved, calls = measured[run]
+        cells = report.expect(f"memory: saved, {run}", saved, layer_run.saved, A=A, c=c)
+        row = {"run": run, "saved": cells["bytes"], "formula": layer_run.saved}
         row["share"] = f"{saved / measured['without TP'][0]:.0%}"
-        row.update(calls=f"{calls_made}", ok=cells["ok"])
-        expected = calls[run] if args.ranks > 1 else 0  # one rank sends nothing
+        row.update(calls=f"{calls}", ok=cells["ok"])
+        expected = layer_run.calls if args.ranks > 1 else 0  # one rank sends nothing
+        text = f"{calls} collectives, the lesson has {expected}"
         name = f"calls: backward of a layer, {run}"
-        text = f"{calls_made} collectives, the lesson has {expected}"
-        diff = abs(calls_made - expected)
-        if not report.check(name, diff, text=text, is_formula=True):
+        if not report.check(name, abs(calls - expected), text=text, is_formula=True):
             row["calls"] += f"≠{expected}"
-            row["ok"] = max("≠", row["ok"])  # ≠443,392 comes after ≠, and that after ok
+            if row["ok"] == "ok":
+                row["ok"] = "≠"
         rows.append(row)
     report.table(rows)
     text = "Recomputed: selective, attention's core; full, the layer."
     report.say(f"share: of one process. {text}")
 
 
+def show_terms(report: Report, A: int, c: int) -> None:
+    """The terms of 34·X + 5·A + 4·B·S·c, by tensor, and their sum."""
+    size = report.size | {"A": A, "c": c}
+    terms = [f"{formula} ({name})" for name, formula in SAVED_BY_A_LAYER.items()]
+    total = evaluate(" + ".join(SAVED_BY_A_LAYER.values()), size)
+    report.say(
+        f"In bfloat16, K = N. X = B·S·D = {size['X']:,}, A = B·N·S·S = {A:,} attention "
+        f"weights, c = {c} bytes. Saved: {' + '.join(terms)} = {total:,}"
+    )
+
+
 def measure_layers(report: Report, tp_group, args) -> dict[str, tuple[int, int]]:
-    """Bytes that each variant saves in forward, and its collectives in backward."""
+    """Bytes that each layer saves in forward, and its collectives in backward."""
     # As in the paper: bfloat16, dropout, and as many key/value heads as heads.
     config = Config(args.vocab_size, args.hidden, args.heads, args.heads, layers=1,
                     seq_len=args.seq_len, dropout=0.1)  # fmt: skip
     model = Transformer(config).to(args.device, torch.bfloat16)
-    layers = {"without TP": model.layers[0]}
-    layers.update(layer_variants(model.layers[0], tp_group))
+    full = model.layers[0]
+    layers = {"without TP": full, **layer_variants(full, tp_group)}
     if args.save_gathered:
-        split_sequence(layers["TP + SP"], tp_group, gather_and_save)  # edit it again
+        layers["TP + SP"] = layer_with_sp(full, tp_group, gather_and_save)
     if "DTensor" not in report.raised:
         layers["DTensor"] = planned_transformer(model, tp_group).layers[0]
 
@@ -630,36 +634,46 @@ def measure_layers(report: Report, tp_group, args) -> dict[str, tuple[int, int]]
     x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
     x_BSD = x_BSD.to(args.device, torch.bfloat16)
     measured = {}
-    for name, layer in layers.items():
-        is_split = "SP" in name or name == "DTensor"
-        x = shard(x_BSD, 1, tp_group) if is_split else x_BSD.clone()
+    for run, layer in layers.items():
+        x = shard(x_BSD, 1, tp_group) if LAYER_RUNS[run].is_split else x_BSD.clone()
         x.requires_grad_()
         held = [*layer.parameters(), *tables]
         saved = saved_bytes(partial(layer, x, tables), held)
         y = layer(x, tables)
         before = METER.count
-        with METER.phase(f"one layer, {name}", "backward"):
+        with METER.phase(f"one layer, {run}", "backward"):
             y.backward(torch.ones_like(y))
-        measured[name] = saved, METER.count - before
+        measured[run] = saved, METER.count - before
     return measured
 
 
 def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
     """One layer under TP and under SP, without and with recomputation."""
-    variants = {}
-    for recompute in ("", ", selective", ", full"):
-        tp_layer = copy.deepcopy(full)
-        parallelize_layer(tp_layer, tp_group)
-        sp_layer = copy.deepcopy(full)
-        parallelize_layer(sp_layer, tp_group)
-        split_sequence(sp_layer, tp_group)
-        variants[f"TP{recompute}"] = tp_layer
-        variants[f"TP + SP{recompute}"] = sp_layer
-    for run in ("TP", "TP + SP"):
-        attention = variants[f"{run}, selective"].self_attn
-        attention.core = Checkpointed(attention.core)
-        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
-    return variants
+    return {
+        "TP": layer_with_tp(full, tp_group),
+        "TP + SP": layer_with_sp(full, tp_group),
+        "TP, selective": recompute_core(layer_with_tp(full, tp_group)),
+        "TP + SP, selective": recompute_core(layer_with_sp(full, tp_group)),
+        "TP, full": Checkpointed(layer_with_tp(full, tp_group)),
+        "TP + SP, full": Checkpointed(layer_with_sp(full, tp_group)),
+    }
+
+
+def layer_with_tp(full: DecoderLayer, tp_group) -> DecoderLayer:
+    layer = copy.deepcopy(full)
+    parallelize_layer(layer, tp_group)
+    return layer
+
+
+def layer_with_sp(full: DecoderLayer, tp_group, gather=gather_again) -> DecoderLayer:
+    layer = layer_with_tp(full, tp_group)
+    split_sequence(layer, tp_group, gather)
+    return layer
+
+
+def recompute_core(layer: DecoderLayer) -> DecoderLayer:
+    layer.self_attn.core = Checkpointed(layer.self_attn.core)
+    return layer
 
 
 # ---- Lengths that T does not divide
@@ -1385,16 +1399,16 @@ def norm_bytes(tensors: str) -> str:
 # region
 
 
-def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
-    """Return a copy of an embedding or a head, padded with rows of zeros.
+def add_spare_rows(full: nn.Module, ranks: int) -> nn.Module:
+    """Return a copy of an embedding or a head, with rows of zeros at the end.
 
     (lesson 03)"""
-    padded = copy.deepcopy(full)
+    longer = copy.deepcopy(full)
     for name, p in full.named_parameters():
-        missing = -len(p) % ranks  # V = 257, T = 4: 3 rows, so that each rank has 65
-        zeros = p.new_zeros(missing, *p.shape[1:])
-        setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
-    return padded
+        spare = -len(p) % ranks  # V = 257, T = 4: 3 rows, so that each rank has 65
+        zeros = p.new_zeros(spare, *p.shape[1:])
+        setattr(longer, name, nn.Parameter(torch.cat([p.detach(), zeros])))
+    return longer
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -1407,13 +1421,13 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         raise ValueError(text + str(vocab_size - 1))
 
 
-def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return each token's row on this rank, and whether this rank has that token.
+def to_local(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return each token's index on a rank, and whether that rank has the token.
 
     (lesson 03)"""
-    row = tokens - rank * v
-    is_local = (row >= 0) & (row < v)
-    return row.where(is_local, 0), is_local
+    index = tokens - rank * v
+    is_local = (index >= 0) & (index < v)
+    return index.where(is_local, 0), is_local
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -1424,13 +1438,13 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = full.num_embeddings
         self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
-        padded = pad_vocab(full, tp_group.size())
-        self.weight = shard_parameter(padded.weight, 0, tp_group)  # [v, D]
+        longer = add_spare_rows(full, tp_group.size())
+        self.weight = shard_parameter(longer.weight, 0, tp_group)  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
         v = len(self.weight)
-        row_BS, is_local_BS = find_local_rows(tokens_BS, v, self.tp_group.rank())
+        row_BS, is_local_BS = to_local(tokens_BS, v, self.tp_group.rank())
         x_BSD = F.embedding(row_BS, self.weight)
         # Every token is on one rank, and the other ranks add 0: the sum is its row.
         partial_x_BSD = x_BSD * is_local_BS.unsqueeze(-1)
@@ -1443,18 +1457,18 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
     (lesson 03)"""
     model = tp_transformer(full, tp_group)
     model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-    padded_head = pad_vocab(full.lm_head, tp_group.size())
-    model.lm_head = ColumnParallelLinear(padded_head, tp_group)
+    longer_head = add_spare_rows(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(longer_head, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
+        p.rows = full.config.vocab_size  # of the full parameter; all later are spare
     return model.train(full.training)  # in eval mode if full is
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The full loss: with padding, ignored positions, label smoothing, and backward.
+    """The full loss: spare columns, ignored positions, label smoothing, and backward.
 
     (lesson 03)"""
 
@@ -1462,27 +1476,27 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
-        padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        spare_v = token_v >= vocab_size  # columns that are no token
+        x_BSv = logits_BSv.masked_fill(spare_v, float("-inf"))  # exp(−∞) = 0
         x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
         # IGNORE is in no rank's range, so all ranks add 0 for it.
-        column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
-        # This rank's part of Σ q·(x − m); for q = onehot(target): x − m at the target.
+        column_BS, is_local_BS = to_local(target_BS, v, tp_group.rank())
+        # This rank's part of Σ q·x. Without smoothing it is x at the target, or 0.
         partial_qx_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         partial_qx_BS.masked_fill_(~is_local_BS, 0)
         ctx.smoothing = smoothing
         ctx.smooth_target = smoothing / vocab_size  # ε/V, for every token
-        if smoothing:  # every token counts; padding (−∞) is left out
+        if smoothing:  # every token counts; spare columns (−∞) are left out
             partial_qx_BS *= 1 - smoothing
-            partial_qx_BS += ctx.smooth_target * x_BSv.masked_fill(padding_v, 0).sum(-1)
+            partial_qx_BS += ctx.smooth_target * x_BSv.masked_fill(spare_v, 0).sum(-1)
         loss_BS = sum_BS.log() - all_reduce(partial_qx_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         valid_BS = target_BS != ignore  # True where a position has a target
-        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, valid_BS, padding_v)
+        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, valid_BS, spare_v)
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(valid_BS, 0)
 
@@ -1490,8 +1504,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream_BS):
         # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
         # the same loss, and softmax − q needs this rank's columns only.
-        softmax_BSv, column_BS, is_local_BS, valid_BS, padding_v = ctx.saved_tensors
-        grad_BSv = (softmax_BSv - ctx.smooth_target).masked_fill(padding_v, 0)
+        softmax_BSv, column_BS, is_local_BS, valid_BS, spare_v = ctx.saved_tensors
+        grad_BSv = (softmax_BSv - ctx.smooth_target).masked_fill(spare_v, 0)
         extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
         grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
@@ -1544,18 +1558,18 @@ def make_tied(args) -> Transformer:
     return full
 
 
-def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
-    """Remove padded rows from a run's gradients and parameters, and return them.
+def trim_spare_rows(run: TrainingRun) -> dict[str, Tensor]:
+    """Remove spare rows from a run's gradients and parameters, and return them.
 
     (lesson 03)"""
-    padding = {}
+    spare = {}
     for name, p in run.model.named_parameters():
         if hasattr(p, "rows"):
-            padding[f"gradients: {name}"] = run.gradients[name][p.rows :]
+            spare[f"gradients: {name}"] = run.gradients[name][p.rows :]
             run.gradients[name] = run.gradients[name][: p.rows]
-            padding[f"parameters: {name}"] = run.parameters[name][p.rows :]
+            spare[f"parameters: {name}"] = run.parameters[name][p.rows :]
             run.parameters[name] = run.parameters[name][: p.rows]
-    return padding
+    return spare
 
 
 # endregion

@@ -287,7 +287,7 @@ def train_shared_sp(full, batches, args, groups) -> lesson02.TrainingRun:
         "SP", model, batches, args, tp_group, loss_of=loss_of,
         after_backward=sum_replicated, norm_of=global_norm_shared,
     )  # fmt: skip
-    lesson03.trim_padding(run)  # of the vocabulary, whose rows T need not divide
+    lesson03.trim_spare_rows(run)  # T need not divide the vocabulary
     return run
 
 

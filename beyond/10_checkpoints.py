@@ -76,7 +76,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # Read lines 76 to 321, in about 25 minutes. Stop at RUN.
 
 # From earlier lessons: sharding_of(p) is (dim, group), or None of a replicated p (01);
-# p.rows is the number of rows without padding, of a split vocabulary (03).
+# p.rows is the number of rows of a split vocabulary without spare ones (03).
 # FlatTraining is lesson 05's MeshTraining with FlatAdamW as its optimizer: AdamW on one
 # vector of all parameters of the rank. unflatten makes a tensor per parameter of such a
 # vector, local_slice does the reverse. MOMENTS: exp_avg and exp_avg_sq.
@@ -239,7 +239,7 @@ def load_checkpoint(path: Path, step: int, training: FlatTraining) -> None:
     optimizer = training.optimizer
     moments = {}
     for kind in MOMENTS:
-        moments[kind] = {}  # dcp fills what exists; rows of padding, in no file, stay 0
+        moments[kind] = {}  # dcp fills what exists; spare rows, in no file, stay 0
         for name, p in optimizer.parameters.items():
             moments[kind][name] = torch.zeros_like(p)
     state = state_to_save(training, moments)

@@ -271,7 +271,7 @@ class MultiplyThenScatter(torch.autograd.Function):
 def apply_in_pieces(x_BsD: Tensor, *linears: nn.Module, pieces: int) -> list[Tensor]:
     """Column-parallel linears of a sharded sequence: one gather, one product for all.
 
-    It takes the place of lesson04.gather_then_apply_each.
+    It takes the place of lesson04.gather_again.
     Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
     """
     weight = linears[0].weight
@@ -312,13 +312,13 @@ def transformer_in_pieces(full, tp_group, pieces: int) -> lesson02.Transformer:
     The reduce-scatter after the embedding is not cut: it has no product.
     """
     model = lesson04.sp_transformer(full, tp_group)
-    gather_and_apply = partial(apply_in_pieces, pieces=pieces)
+    gather = partial(apply_in_pieces, pieces=pieces)
     for layer in model.layers:
-        layer.self_attn.project_qkv = gather_and_apply
+        layer.self_attn.project_qkv = gather
         layer.self_attn.o_proj = RowParallelInPieces(layer.self_attn.o_proj, pieces)
-        layer.mlp.up_proj.gather_and_apply = gather_and_apply
+        layer.mlp.up_proj.gather = gather
         layer.mlp.down_proj = RowParallelInPieces(layer.mlp.down_proj, pieces)
-    model.lm_head.gather_and_apply = gather_and_apply
+    model.lm_head.gather = gather
     return model
 
 
@@ -374,7 +374,7 @@ def train(name: str, model, batches, args, tp_group) -> lesson02.TrainingRun:
     run = lesson02.train_transformer(
         name, model, batches, args, tp_group, loss_of=loss_of, after_backward=sum_up
     )
-    lesson03.trim_padding(run)  # of the vocabulary, whose rows T need not divide
+    lesson03.trim_spare_rows(run)  # T need not divide the vocabulary
     return run
 
 
@@ -571,7 +571,7 @@ def measure_head(run, model, batch: tuple, args, tp_group, pieces: int) -> tuple
     h_BSD.backward(leaf_BSD.grad)
     results = lesson02.unshard_model(model, "grad")
     for name, p in model.named_parameters():
-        if hasattr(p, "rows"):  # the others are padding
+        if hasattr(p, "rows"):  # all later are spare
             results[name] = results[name][: p.rows]
     results["loss"] = loss.item()
     return results, meter.peak

@@ -39,23 +39,23 @@ BUGS = {
     vocab_size = logits_BSv.shape[-1] * tp_group.size()
 """,
         symptom="the loss is too large by log T at least, whatever the model does; "
-        "columns of padding add a little to it, and get gradients",
+        "spare columns add a little to it, and get gradients",
         why="every rank passes in all of Σ exp, so the sum over ranks is T times too "
-        "large; V is read off the shape, so no column is treated as padding",
+        "large; V is read off the shape, so no column is treated as spare",
         reported="github.com/NVIDIA/Megatron-LM/issues/7452",
         audit="loss",
     ),
-    "padding": dict(
-        what="columns of padding take part in the softmax",
+    "spare": dict(
+        what="spare columns of the logits take part in the softmax",
         old="""\
-        padding_v = token_v >= vocab_size  # columns that are no token
+        spare_v = token_v >= vocab_size  # columns that are no token
 """,
         new="""\
-        padding_v = torch.zeros_like(token_v, dtype=torch.bool)
+        spare_v = torch.zeros_like(token_v, dtype=torch.bool)
 """,
         symptom="the loss is slightly too large (less with a larger vocabulary), and "
-        "rows of padding get gradients",
-        why="a column of padding has the logit 0, not −∞: each sum has an extra term",
+        "the head's spare rows get gradients",
+        why="a spare column has the logit 0, not −∞: each sum has an extra term",
         reported="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
         audit="loss",
     ),
@@ -107,15 +107,16 @@ BUGS = {
     "loss-parallel": dict(
         what="with PyTorch's loss_parallel, backward is called outside the context",
         old="""\
-    with parallel.loss_parallel():
-        return train_transformer(name, model, batches, args, loss_of=loss_of)
+            with parallel.loss_parallel():
+                runs["DTensor"] = train("DTensor", model, loss_of=reference)
 """,
         new="""\
-    def loss_within(logits, target_BS):
-        with parallel.loss_parallel():
-            return loss_of(logits, target_BS)
 
-    return train_transformer(name, model, batches, args, loss_of=loss_within)
+            def loss_within(logits, target_BS):
+                with parallel.loss_parallel():
+                    return reference(logits, target_BS)
+
+            runs["DTensor"] = train("DTensor", model, loss_of=loss_within)
 """,
         symptom="backward raises an error from deep inside PyTorch",
         why="the context replaces the kernels of log-softmax and of the loss by ones "

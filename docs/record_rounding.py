@@ -47,10 +47,10 @@ MARKS = (1, 10, 100, 1000)  # steps at which gradients are compared
 # Steps up to which the largest difference of a loss is recorded.
 CURVE = (1, 2, 3, 5, 7, 10, 14, 20, 30, 50, 70, 100, 140, 200, 300, 500, 700, 1000)
 # Name in the recording → the lesson under which bugs/ has it, and its name there.
-BUGS = {"norms": ("04", "norms"), "padding": ("03", "padding"), "clip": ("02", "clip")}
+BUGS = {"norms": ("04", "norms"), "spare": ("03", "spare"), "clip": ("02", "clip")}
 RIGHT = "right"
 # (ranks, runs, steps): what is recorded, in each dtype. On one rank no bug shows: there
-# is nothing to sum, and the vocabulary has no padding.
+# is nothing to sum, and no column is spare.
 PLAN = (
     (1, [RIGHT], 1000),
     (2, [RIGHT], 1000),

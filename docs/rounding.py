@@ -26,7 +26,7 @@ MARKS = (1, 10, 100, 1000)
 # Name in the recording → (what is written, color, marker); no color is that of a rank.
 BUGS = {
     "norms": ("gradients of norms not summed", "#54278F", "s"),
-    "padding": ("padding in the softmax", "#8A5A00", "^"),
+    "spare": ("spare columns in the softmax", "#8A5A00", "^"),
     "clip": ("clipped by each rank's own norm", "black", "D"),
 }
 WHAT = {

@@ -67,12 +67,12 @@ EXPECTED = {
         "mean": (loss("loss by hand"), "gradients: …",
             "hard gradients: 20% ignored, ", "hard values: 20% ignored, ",
             loss("with TP"), "memory: sharded: saved, V 257", loss("DTensor")),
-        "gathered": (loss("with TP"), grad("lm_head.weight, rows of padding"),
+        "gathered": (loss("with TP"), grad("lm_head.weight, spare rows"),
             loss("with TP"),
             "calls: with TP loss all-gather tp", loss("loss by hand")),
-        "padding": (loss("with TP"), grad("lm_head.weight, rows of padding"),
+        "spare": (loss("with TP"), grad("lm_head.weight, spare rows"),
             loss("with TP"),
-            "parameters: lm_head.bias, rows of padding", loss("loss by hand")),
+            "parameters: lm_head.bias, spare rows", loss("loss by hand")),
         "max": ("hard values: logits × 10,000, ", "hard gradients: logits × 10,000, ",
             "calls: with TP loss all-reduce tp", loss("with TP")),
         "exponentials": ("gradients: …",
@@ -282,7 +282,7 @@ PLACES = {
     "is wrong",
     (
         "03_vocab_parallel",
-        "padding",
+        "spare",
     ): "(forward is right up to norm,|the model's output "
     "is right, the loss made from it is wrong)",
 }

@@ -493,15 +493,15 @@ def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
     rows = widget.evaluate(ROWS)
     size = {"B": 4, "S": 32, "X": 4 * 32 * 64, "A": 4 * 8 * 32 * 32, "c": 2}
     lesson_04 = jobs.load("04_sequence_parallel")
-    terms = " + ".join(lesson_04.SAVED_BY_A_LAYER.values())
-    for column, (T, R) in enumerate([(1, 1), (2, 1), (2, 2)], 1):
-        nbytes = lesson_04.evaluate(terms, dict(size, T=T, R=R, G=R))
+    for column, run in enumerate(["without TP", "TP", "TP + SP"], 1):
+        nbytes = lesson_04.evaluate(lesson_04.LAYER_RUNS[run].saved, dict(size, T=2))
         assert rows[1][column] == f"{nbytes:,} B"
-    for name, formula in lesson_04.SAVED_WITH_RECOMPUTATION.items():
+    recomputed = [name for name in lesson_04.LAYER_RUNS if ", " in name]
+    assert len(recomputed) == 4
+    for name in recomputed:
         run, _, recompute = name.partition(", ")
-        line = [row for row in rows if row[0] == recompute.split()[0]]
-        R = 2 if "SP" in run else 1
-        nbytes = lesson_04.evaluate(formula, dict(size, T=2, R=R, G=R))
+        line = [row for row in rows if row[0] == recompute]
+        nbytes = lesson_04.evaluate(lesson_04.LAYER_RUNS[name].saved, dict(size, T=2))
         assert line[0][rows[0].index(run)] == f"{nbytes:,} B"
     widget.locator("select").select_option("llama-3-8b")
     assert "8192" in widget.locator("output").last.text_content()

@@ -93,7 +93,7 @@ def test_linears_without_biases(group_of_one):
     full = [nn.Linear(6, 4, bias=bias).double() for bias in (False, True)]
     split = [lesson.ColumnParallelLinear(linear, group) for linear in full]
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
-    for apply_each in (lesson.gather_then_apply_each, lesson.gather_and_save):
+    for apply_each in (lesson.gather_again, lesson.gather_and_save):
         mine = x.detach().clone().requires_grad_()
         ours, plain = apply_each(mine, *split), [linear(x) for linear in full]
         assert all(torch.allclose(y, z) for y, z in zip(ours, plain))
@@ -107,21 +107,33 @@ def test_linears_without_biases(group_of_one):
         x.grad = None
 
 
-@pytest.mark.parametrize("T, save", [(1, False), (2, False), (2, True), (4, True)])
-def test_terms_of_what_a_layer_saves(T, save):
+@pytest.mark.parametrize("T", [1, 2, 4])
+def test_terms_of_what_a_layer_saves(T):
     """They add up to the formulas that the table prints, of each run."""
     lesson = jobs.load(SEQUENCE)
     size = dict(B=3, S=8, X=3 * 8 * 16, A=3 * 4 * 8 * 8, c=2)
-    terms = " + ".join(lesson.SAVED_BY_A_LAYER.values())
-    letters = {
-        "without TP": dict(T=1, R=1, G=1),
-        "TP": dict(T=T, R=1, G=1),
-        "TP + SP": dict(T=T, R=T, G=T),
-        "DTensor": dict(T=T, R=T, G=1),
+    terms = list(lesson.SAVED_BY_A_LAYER)
+    scores = ["softmax", "its mask", "after dropout"]
+    by_heads = ["q, k, v", "input of o_proj", "of GELU", "of down_proj", *scores]
+    by_positions = ["LayerNorms' inputs", "their outputs", "mean, 1/σ", "dropout masks"]
+    assert terms == by_positions + by_heads, "in the order that the comments state"
+    without_scores = [name for name in terms if name not in scores]
+    gathered = [name for name in terms if name != "their outputs"]
+    runs = {  # which terms are saved, which of them T divides
+        "without TP": (terms, []),
+        "TP": (terms, by_heads),
+        "TP + SP": (terms, terms),
+        "DTensor": (terms, gathered),
+        "TP, selective": (without_scores, by_heads),
+        "TP + SP, selective": (without_scores, terms),
     }
-    assert list(letters) == list(lesson.SAVED_IN_TOTAL)
-    for run, formula in lesson.SAVED_IN_TOTAL.items():
-        expected = lesson.evaluate(terms, size | letters[run])
+    assert [*runs, "TP, full", "TP + SP, full"] == list(lesson.LAYER_RUNS)
+    for run, (saved, divided) in runs.items():
+        expected = 0
+        for name in saved:
+            nbytes = lesson.evaluate(lesson.SAVED_BY_A_LAYER[name], size)
+            expected += nbytes / T if name in divided else nbytes
+        formula = lesson.LAYER_RUNS[run].saved
         assert lesson.evaluate(formula, dict(size, T=T)) == expected, run
 
 

@@ -30,7 +30,7 @@ driven = pytest.mark.launches(*DRIVER)
 @driven
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_loss_and_gradient(ranks, dtype):
-    """Zero for padding and ignored positions; extreme logits, smoothing, V < T."""
+    """Zero for spare columns, ignored positions; extreme logits, smoothing, V < T."""
     cases = [case for case in found(ranks, "losses") if case["dtype"] == dtype]
     assert len(cases) == 5 * 3 * (1 + 2 + 4 + 2), "each on all ranks of its group"
     for case in cases:
@@ -98,7 +98,7 @@ def test_every_rank_has_tokens_and_targets():
         v = -(-257 // T)
         for batch in batches:
             for x_BS in lesson.permute_bytes(*batch):
-                counts = [lesson.find_local_rows(x_BS, v, r)[1].sum() for r in range(T)]
+                counts = [lesson.to_local(x_BS, v, r)[1].sum() for r in range(T)]
                 assert min(counts) > 0, (T, counts)
     everything = torch.tensor([*range(256), lesson.PAD, lesson.IGNORE])
     (permuted,) = lesson.permute_bytes(everything)

@@ -12,7 +12,7 @@ BY_HAND = """{}
 WRONG = [  # exercise, an answer or edits of the solution, what the check says
     (1, "likeliest = lambda x, group, V: all_gather(x, 2, group)[..., :V].argmax(-1)",
      "two all-reduces are enough"),
-    (1, {MASK: ""}, "9 is padding: V is 9"),
+    (1, {MASK: ""}, "9 is spare: V is 9"),
     (1, {"m_BS, vocab_size": "m_BS, 0", "MIN": "MAX"}, "V = 10: "),
     (1, BY_HAND.format("def likeliest(x, group, V):", "argmax"),
      "1 calls of {'all-gather'}; two all-reduces are enough"),

@@ -1,7 +1,7 @@
 """Wrong answers to the exercises of notebook 04, and what each check says."""
 
 WITH_F = {", copy_input=False": ""}
-GATHER = "gate_BSf, up_BSf = gather_then_apply_each(x_BsD, self.gate, self.up)"
+GATHER = "gate_BSf, up_BSf = gather_again(x_BsD, self.gate, self.up)"
 REDUCE = "self.down.reduce = reduce_scatter_sequence"
 END = "return self.down(F.silu(gate_BSf) * up_BSf)"
 MY_END = """y = F.linear(F.silu(gate_BSf) * up_BSf, self.down.weight, bias)
@@ -14,8 +14,8 @@ def gathered_by(call: str) -> dict[str, str]:
 
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, the check
-    (1, {GATHER: "(gate_BSf,) = gather_then_apply_each(x_BsD, self.gate)\n"
-         "        (up_BSf,) = gather_then_apply_each(x_BsD, self.up)"},
+    (1, {GATHER: "(gate_BSf,) = gather_again(x_BsD, self.gate)\n"
+         "        (up_BSf,) = gather_again(x_BsD, self.up)"},
      "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
     (1, gathered_by("all_gather(x_BsD, 1, tp_group).requires_grad_()"),
      "dL/dx is missing"),

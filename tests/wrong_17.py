@@ -6,7 +6,7 @@ GATHERED = """def top_tokens(logits_v, k, tp_group, V):
 
 WRONG = [  # exercise, an answer or edits of the solution, what the check says
     (1, GATHERED, "payload"),
-    (1, {'.masked_fill(token_v >= vocab_size, float("-inf"))': ""}, "is padding"),
+    (1, {'.masked_fill(token_v >= vocab_size, float("-inf"))': ""}, "is spare"),
     (1, {"token_v[best.indices]": "best.indices"}, "expected"),
     (1, {"tokens[values.topk(k).indices]": "tokens[:k]"}, "expected"),
     (1, {"return tokens": "return tokens.float()"}, "its dtype is torch.float32"),
