@@ -903,10 +903,17 @@ class Report:
         try:
             yield
         except Exception as error:
-            if not is_raised_by_all(run, error):
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
+            at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            text += f" (line {at.lineno}, in {at.name})"  # the lesson's, not METER's
+            said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
+            print(said, file=sys.stderr, flush=True)
+            if not is_raised_by_all(run, error, at.lineno):
                 raise
             self.raised.append(run)
-            self.check(f"runs: {run}", math.inf, 0.0, in_short(error), is_formula)
+            self.check(f"runs: {run}", math.inf, 0.0, text, is_formula)
 
     def verdict(self, args) -> str:
         """Print PASS, or what failed on any rank. Returns "", or what was printed."""
@@ -949,11 +956,12 @@ def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) 
     return cells
 
 
-def is_raised_by_all(run: str, error: Exception) -> bool:
-    """Do all ranks raise such an error, after the same number of collectives?"""
+def is_raised_by_all(run: str, error: Exception, line: int) -> bool:
+    """Do all ranks raise this error here, after the same number of collectives?"""
     is_lost = "Timed out" in str(error) or "Connection" in str(error)
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"{run}/{dist.get_rank()}", f"{type(error)} {METER.count} {is_lost}")
+    what = f"{type(error)} {line} {METER.count} {is_lost}"
+    store.set(f"{run}/{dist.get_rank()}", what)
     if is_lost:
         time.sleep(2)  # a rank that has raised another error ends first
         return False
@@ -961,15 +969,6 @@ def is_raised_by_all(run: str, error: Exception) -> bool:
     keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
     store.wait(keys, 2 * store.timeout)
     return len({store.get(key) for key in keys}) == 1
-
-
-def in_short(error: Exception) -> str:
-    """One line, with the lesson's own one: "ValueError: no (line 88, in forward)"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
-    at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]  # METER's
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"{text} (line {at.lineno}, in {at.name})"
 
 
 LESSON = Path(sys.argv[0])  # the script that was started
@@ -1103,13 +1102,14 @@ def refuse(reason) -> None:
 
 
 def end_with_error(error: Exception) -> None:
-    """End this rank with a line about it; torchrun's report has one rank's in full."""
-    who = f"rank {os.environ['RANK']}"
-    print(f"{who}: {in_short(error)}; last call: {METER.last}", file=sys.stderr)
+    """End this rank: torchrun's report has the lesson's lines that led to the error."""
     frames = traceback.format_tb(error.__traceback__)
     text = "".join(x for x in frames if "site-packages" not in x)  # not PyTorch's
-    text += f"{type(error).__name__}: {error}\n{who}; its last call: {METER.last}"
-    end(f"\n{text}\n{WHERE}", 1)
+    text = f"\n{text}{type(error).__name__}: {error}\nrank {os.environ['RANK']}; "
+    text += f"its last call: {METER.last}\n{WHERE}"
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
+        print(text, file=sys.stderr)
+    end(text, 1)
 
 
 def end(text: str, code: int) -> None:

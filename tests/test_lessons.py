@@ -277,10 +277,11 @@ def test_one_rank_that_raises_ends_the_job(tmp_path):
     done = run_edited(tmp_path, MLP, {old: line + old}, "--timeout", "5")
     assert done.code == 1 and done.left == []
     # Each rank names its last collective by number: here they differ.
-    one = r"^rank 1: ZeroDivisionError: division by zero \(line \d+, in forward\); "
-    assert re.search(one + "last call: none$", done.err, re.M), done.err
-    other = r"^rank 0: .*; last call: number 1, all-reduce over tp, Megatron forward$"
-    assert re.search(other, done.err, re.M), done.err
+    one = r"ZeroDivisionError: division by zero \(line \d+, in forward\)"
+    one = f"^rank 1, Megatron: {one}; last call: none$"
+    assert re.search(one, done.err, re.M), done.err
+    other = "last call: number 1, all-reduce over tp, Megatron forward"
+    assert re.search(f"^rank 0, Megatron: .*; {other}$", done.err, re.M), done.err
     # torchrun's report is of the rank that raised, not of the one that waited for it.
     screen = "\n".join(done.err.rstrip().splitlines()[-25:])
     assert f"\n      {line.strip()}\n" in screen, screen
