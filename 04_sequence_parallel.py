@@ -1573,7 +1573,7 @@ import sys
 import textwrap
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1759,9 +1759,8 @@ class Report:
         """Record a comparison, named "kind: what is compared". Does it hold here?"""
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
-        kind = name.partition(":")[0]
         text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check = dict(name=name, kind=kind, diff=diff, allowed=allowed)
+        check = dict(name=name, kind=name.partition(":")[0], diff=diff, allowed=allowed)
         self.checks[name] = dict(check, text=text, is_formula=is_formula)
         return diff <= allowed  # False for nan
 
@@ -1940,9 +1939,8 @@ def is_raised_by_all(run: str, error: Exception, line: int) -> bool:
     if is_lost:
         time.sleep(2)  # a rank that has raised another error ends first
         return False
-    # Another rank may wait in a collective, and raise only after --timeout.
     keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
-    store.wait(keys, 2 * store.timeout)
+    store.wait(keys, 2 * store.timeout)  # others may raise only after --timeout
     return len({store.get(key) for key in keys}) == 1
 
 
@@ -1996,6 +1994,8 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
 def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     """One rank: flags, process group, lesson, verdict, exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it where it waits
+    with suppress(AttributeError, OSError):  # Linux: messages do not interrupt a rank
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     try:
         args = read_flags(parser)

@@ -6,12 +6,14 @@ them is in test_faults.py.
 
 import argparse
 import json
+import os
 import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import jobs
 import pytest
@@ -270,3 +272,13 @@ def test_help(lesson):
     for flag in ("seed", "dtype", "json", "timeout"):
         assert re.search(rf"^  --{flag}\b", out, re.M), flag
     assert max(map(len, out.splitlines())) <= 88
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has it")
+def test_a_system_that_refuses_another_scheduler_is_forgiven(monkeypatch):
+    """Ranks ask that who is woken waits for its turn. A sandbox may not allow it."""
+    refuse = mock.Mock(side_effect=PermissionError)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    code, _, err = jobs.run_here("01_naive_mlp_tp", "--hidden", "0")
+    assert code == 2 and err.startswith("error: ") and "PermissionError" not in err
+    assert [call.args[:2] for call in refuse.call_args_list] == [(0, os.SCHED_BATCH)]
