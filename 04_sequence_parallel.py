@@ -371,13 +371,13 @@ def main(args, report: Report) -> None:
     train_tp = partial(train_with_tp, batches=batches, args=args, tp_group=tp_group)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
     # If your edit raises an error in one run, its column says so; the others continue.
-    with report.run("TP"):
+    with report.guard("TP"):
         runs["TP"] = train_tp("TP", vocab_transformer(full, tp_group))
-    with report.run("TP + SP"):
+    with report.guard("TP + SP"):
         model = sp_transformer(full, tp_group, args.save_gathered)
         sum_up = partial(all_reduce_replicated_gradients, tp_group=tp_group)
         runs["TP + SP"] = train_tp("TP + SP", model, sum_up=sum_up)
-    with report.run("DTensor", is_formula=True), parallel.loss_parallel():
+    with report.guard("DTensor", is_formula=True), parallel.loss_parallel():
         model = planned_transformer(full, tp_group)
         runs["DTensor"] = train("DTensor", model, loss_of=planned_loss)
 
@@ -387,7 +387,7 @@ def main(args, report: Report) -> None:
     show_gradients_sp(report, runs, args)
     show_partial_gradients(report, runs, full, batches[0], tp_group, args)
     show_communication_sp(report, args)
-    with report.run("one layer"):
+    with report.guard("one layer"):
         show_memory_sp(report, tp_group, args)
     show_padded_lengths(report, tp_group, args)
 
@@ -692,7 +692,7 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
     report.section("Losses for lengths 1, S − 1, 2·S + 1, padded; float64, no dropout")
-    with report.run("padded lengths"):
+    with report.guard("padded lengths"):
         for length in sorted({1, max(1, S - 1), 2 * S + 1}):
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
@@ -1577,7 +1577,7 @@ def trim_spare_rows(run: TrainingRun) -> dict[str, Tensor]:
 
 # ==== MEASURE, the same in every lesson: it counts, compares and prints
 # region
-# Skip it at first. Every rank checks, rank 0 prints. It has its own imports.
+# Skip it at first. Meter counts, Report compares and prints, launch starts and ends.
 
 import argparse
 import json
@@ -1591,20 +1591,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
-ALLOWED = {"float32": 1e-5, "float64": 1e-12}
-ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# A difference is divided by the expected size, but at least by this: a smaller gradient
-# is 0 but for rounding errors, a parameter moves 0.009 in three AdamW steps of 0.003.
-LEAST = {"parameters": 0.009, "gradients": 1e-4}
-# PyTorch has several operations of each kind: allreduce_, all_reduce, …
-KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
-LESSON = Path(sys.argv[0])  # the script that was started
-WHERE = "Where it begins: torchrun --standalone --nproc_per_node="  # after a failure
-WHERE += f"{os.environ.get('WORLD_SIZE', 2)} tools/doctor.py {' '.join(sys.argv)}"
-# What a verdict names first: causes before what follows from them.
-CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 
 
 class Meter(TorchDispatchMode):
@@ -1647,12 +1633,13 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if collective != "recv":  # it is counted where it is sent
             payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
-            key = (run, phase, collective, axis)
-            self.calls.setdefault(key, []).append(payload)
+            self.calls.setdefault((run, phase, collective, axis), []).append(payload)
         return out
 
 
 METER = Meter()
+# PyTorch has several operations of each kind: allreduce_, all_reduce, …
+KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
 
 
 def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
@@ -1684,8 +1671,7 @@ def saved_bytes(compute, held: list[Tensor]) -> int:
     saved = {}  # its address → the bytes of a storage
 
     def pack(tensor):
-        storage = storage_of(tensor)
-        saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage_of(tensor).data_ptr()] = storage_of(tensor).nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -1696,7 +1682,7 @@ def saved_bytes(compute, held: list[Tensor]) -> int:
 
 
 def evaluate(formula: str, size: dict[str, int]) -> int:
-    """The value of a formula as it is printed: 2·B·S/T is 2 * B * S / T."""
+    """The value of a formula: of the printed text itself, so the two cannot differ."""
     return round(eval(formula.replace("·", "*"), {"log2": math.log2}, size))
 
 
@@ -1706,6 +1692,14 @@ def ring(collective: str, payload: int, ranks: int) -> int:
         return payload
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return rounds * payload * (ranks - 1) // ranks
+
+
+# Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
+ALLOWED = {"float32": 1e-5, "float64": 1e-12}
+ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
+# A difference is divided by the expected size, but at least by this: a smaller gradient
+# is 0 but for rounding errors, a parameter moves 0.009 in three AdamW steps of 0.003.
+LEAST = {"parameters": 0.009, "gradients": 1e-4}
 
 
 def double(x) -> Tensor:
@@ -1750,7 +1744,7 @@ class Report:
     def __init__(self, size: dict[str, int], steps: int):
         self.size = size  # letter → number
         self.steps = steps
-        self.checks = {}  # by name
+        self.checks = {}  # "kind: name" → a comparison
         self.raised = []  # runs that ended with an error
         self.rows = []  # of all tables, with the number of the section
         self.sent = {}  # run → bytes that a rank of a ring sends per step
@@ -1780,8 +1774,8 @@ class Report:
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
         text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check = dict(name=name, diff=diff, allowed=allowed, text=text)
-        self.checks[name] = check | {"is_formula": is_formula}
+        check = dict(name=name, kind=name.partition(":")[0], diff=diff, allowed=allowed)
+        self.checks[name] = dict(check, text=text, is_formula=is_formula)
         return diff <= allowed  # False for nan
 
     def agree(self, name: str, got, expected, allowed: float) -> float:
@@ -1791,9 +1785,7 @@ class Report:
         self.check(name, diff, allowed, text)
         return diff
 
-    def compare(
-        self, what: str, runs: dict[str, dict], allowed: float, brief=False, fold=str
-    ) -> None:
+    def compare(self, kind, runs: dict, allowed: float, brief=False, fold=str) -> None:
         """Compare values of several runs with the first run: run → name → value.
 
         A row has the norm of each value and the largest difference of any element.
@@ -1810,13 +1802,13 @@ class Report:
                 if run != first:
                     got = values.get(name, math.nan)
                     expected = runs[first].get(name, math.nan)
-                    diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
+                    diff = self.agree(f"{kind}: {name}, {run}", got, expected, allowed)
                     diffs[row, run] = max(diff, diffs.get((row, run), 0.0))
         worst = max(diffs.values(), default=0.0)
         if brief and diffs and worst <= allowed:
             names = list(runs[first])
             name = names[0] if len(names) == 1 else f"all {len(names)}"
-            return self.say(f"{what}: {name} as {first}; largest diff {worst:.1e}")
+            return self.say(f"{kind}: {name} as {first}; largest diff {worst:.1e}")
         raised = [] if brief else self.raised
         cells = lambda row: cells_of(row, rows[row], runs, diffs, allowed, raised)
         self.table([cells(row) for row in rows])
@@ -1855,7 +1847,7 @@ class Report:
             self.say("One rank sends nothing.")
             return []
         rows = []
-        for call in dict.fromkeys(list(formulas) + list(METER.calls)):
+        for call in formulas | METER.calls:  # what no formula predicts has a row, too
             if call[0] not in self.raised:
                 calls, formula = formulas.get(call, (0, "0"))
                 rows.append(self.ledger_row(call, calls, formula))
@@ -1871,30 +1863,28 @@ class Report:
             self.say(f"Rows that hold, not shown: {count} of {', '.join(brief)}")
         return shown
 
-    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
-        """Check calls and bytes of one kind of call: cells of a table."""
+    def ledger_row(self, call: tuple, calls: int, formula: str) -> dict:
+        """Check one kind of call: how many, and their bytes. Cells of a table."""
         run, phase, collective, axis = call
         name = " ".join(call)
         payloads = METER.calls.get(call, [])
         payload = sum(payloads) // self.steps
         sent = ring(collective, payload, METER.ranks.get(axis, 1))
         self.sent[run] = self.sent.get(run, 0) + sent
-        cells = self.expect(f"bytes: {name}", payload, formula)
-        ok = cells["ok"]
-        calls = f"{len(payloads) / self.steps:g}"
-        diff = abs(len(payloads) / self.steps - expected_calls)
-        text = f"{calls} calls per step, the lesson has {expected_calls}"
-        if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
-            calls += f"≠{expected_calls}"
-            ok = ok.replace("ok", "≠")
         row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
-        row.update(calls=calls, bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
-        row["ok"] = ok
+        row["calls"] = f"{len(payloads) / self.steps:g}"
+        row.update(self.expect(f"bytes: {name}", payload, formula))
+        row.update(ring=f"{sent:,}", ok=row.pop("ok"))  # the last column
+        text = f"{row['calls']} calls per step, the lesson has {calls}"
+        diff = abs(len(payloads) / self.steps - calls)
+        if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
+            row["calls"] += f"≠{calls}"
+            row["ok"] = row["ok"].replace("ok", "≠")
         return row
 
     @contextmanager
-    def run(self, run: str, is_formula=False):
-        """An error that all ranks raise within `with` ends this run, not the lesson.
+    def guard(self, run: str, is_formula=False):
+        """Within `with`: an error that all ranks raise ends this run, not the lesson.
 
         is_formula: True for a plan of PyTorch's, which may not fit an edited model.
         """
@@ -1904,44 +1894,26 @@ class Report:
             frames = traceback.extract_tb(error.__traceback__)
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            text += f" (line {at.lineno}, in {at.name})"
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            text += f" (line {at.lineno}, in {at.name})"  # the lesson's, not METER's
             said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
             print(said, file=sys.stderr, flush=True)
             if not is_raised_by_all(run, error, at.lineno):
                 raise
             self.raised.append(run)
-            self.check(f"runs: {run}", math.inf, text=text, is_formula=is_formula)
+            self.check(f"runs: {run}", math.inf, 0.0, text, is_formula)
 
     def verdict(self, args) -> str:
         """Print PASS, or what failed on any rank. Returns "", or what was printed."""
         checks = self.of_all_ranks()
-        formulas = []  # checks that failed
-        kinds = {}  # "gradients" → its checks that failed
-        for check in checks:
-            if check["ranks"] and check["is_formula"]:
-                formulas.append(check)
-            elif check["ranks"]:
-                kinds.setdefault(check["name"].partition(":")[0], []).append(check)
-        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 99]]
-        lines += name_causes(kinds)
-        worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
-        text = f"{len(checks)} checks, worst difference {worst:.1e}"
-        if formulas:
-            text += f"; {len(formulas)} formulas describe another model or split"
-        if kinds:
-            text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
-            text = f"wrong: {text}. {WHERE}"
-        word = "FAIL" if kinds else "PASS"
-        lines += [f"{word}  {LESSON.stem}  {text}"]
-        wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
-        result = "".join(f"\n{wrap.fill(line)}" for line in lines)
-        print(f"\n{result.strip()}", flush=True)
+        word, lines = words_of_verdict(checks)
+        text = "".join(f"\n{fill(line)}" for line in lines)
+        print(f"\n{text.strip()}", flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
             data.update(size=self.size, checks=checks, rows=self.rows)
             args.json.write_text(json.dumps(data, indent=1))
-        return result if kinds else ""
+        return text if word == "FAIL" else ""
 
     def of_all_ranks(self) -> list[dict]:
         """The checks of all ranks: each with the ranks on which it fails."""
@@ -1954,26 +1926,8 @@ class Report:
                 if not check["diff"] <= check["allowed"]:  # also nan
                     found["ranks"].append(rank)
                 if check["diff"] > found["diff"]:  # the worst rank says what is wrong
-                    found.update(diff=check["diff"], text=check["text"])
+                    found.update(check)
         return list(merged.values())
-
-
-def is_raised_by_all(run: str, error: Exception, line: int) -> bool:
-    """Do all ranks raise this error, here? If not, they are out of step.
-
-    Each writes it, with its number of collectives, to a store that all ranks read.
-    """
-    is_lost = "Timed out" in str(error) or "Connection" in str(error)
-    store = dist.distributed_c10d._get_default_store()
-    key = f"{run}/{dist.get_rank()}"
-    store.set(key, f"{type(error)} {line} {METER.count} {is_lost}")
-    if is_lost:
-        time.sleep(2)  # a rank that has raised another error ends first
-        return False
-    # Another rank may wait in a collective, and raise only after --timeout.
-    keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
-    store.wait(keys, 2 * store.timeout)
-    return len({store.get(key) for key in keys}) == 1
 
 
 def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) -> dict:
@@ -1990,12 +1944,56 @@ def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) 
     return cells
 
 
+def is_raised_by_all(run: str, error: Exception, line: int) -> bool:
+    """Do all ranks raise this error here, after the same number of collectives?"""
+    is_lost = "Timed out" in str(error) or "Connection" in str(error)
+    store = dist.distributed_c10d._get_default_store()
+    what = f"{type(error)} {line} {METER.count} {is_lost}"
+    store.set(f"{run}/{dist.get_rank()}", what)
+    if is_lost:
+        time.sleep(2)  # a rank that has raised another error ends first
+        return False
+    keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(keys, 2 * store.timeout)  # others may raise only after --timeout
+    return len({store.get(key) for key in keys}) == 1
+
+
+LESSON = Path(sys.argv[0])  # the script that was started
+fill = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False).fill
+WHERE = "Where it begins: torchrun --standalone --nproc_per_node="  # after a failure
+WHERE += f"{os.environ.get('WORLD_SIZE', 2)} tools/doctor.py {' '.join(sys.argv)}"
+# Kinds of checks, as a step computes what they compare: the first that fails is nearest
+# the cause, the others follow from it. Kinds that are not listed come last.
+CAUSES = "runs outputs gradients replicas norms losses parameters".split()
+
+
+def words_of_verdict(checks: list[dict]) -> tuple[str, list[str]]:
+    """PASS or FAIL, and the lines to print; the last one says it."""
+    formulas = []  # that do not hold
+    kinds = {}  # "gradients" → its checks that failed
+    for check in checks:
+        if check["ranks"] and check["is_formula"]:
+            formulas.append(check)
+        elif check["ranks"]:
+            kinds.setdefault(check["kind"], []).append(check)
+    lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 99]]
+    if kinds:
+        text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
+        last = f"FAIL  {LESSON.stem}  wrong: {text}. {WHERE}"
+        return "FAIL", lines + name_causes(kinds) + [last]
+    worst = max((check["diff"] for check in checks if not check["ranks"]), default=0.0)
+    last = f"PASS  {LESSON.stem}  {len(checks)} checks, worst difference {worst:.1e}"
+    if formulas:
+        last += f"; {len(formulas)} formulas describe another model or split"
+    return "PASS", lines + [last]
+
+
 def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     """A line for each kind of failed check, causes before what follows from them."""
-    losses = " ".join(check["name"] for check in kinds.get("losses", []))
-    is_forward = "step 1," in losses  # if that loss is wrong, forward is wrong
-    order = ["runs", "outputs", "losses"] if is_forward else []
-    order += CAUSES + list(kinds)
+    is_forward = any("loss, step 1," in x["name"] for x in kinds.get("losses", []))
+    order = CAUSES + list(kinds)
+    if is_forward:  # that loss is before any update, and gradients follow from it
+        order.insert(order.index("gradients"), "losses")
     lines = []
     for kind in sorted(kinds, key=order.index):
         check = kinds[kind][0]
@@ -2007,40 +2005,49 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
-def must_divide(args, name: str, parts: int, what: str) -> None:
-    """Refuse a flag's value that `parts` does not divide, with a value that works."""
-    value = getattr(args, name)
-    if value % parts:
-        flag = f"--{name.replace('_', '-')}"
-        reason = f"{flag} {value}: {value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{reason}; take {flag} {value + parts - value % parts}")
-
-
-def positive(text: str) -> int:
-    """A flag's value: a number from 1 on."""
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
-    return int(text)
-
-
-def end(text: str, code: int) -> None:
-    """End this rank with an error: torchrun's report of it ends with this text."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        path.write_text(json.dumps({"message": message}))
+def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
+    """One rank: flags, process group, lesson, verdict, exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it where it waits
+    with suppress(AttributeError, OSError):  # Linux: messages do not interrupt a rank
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
+    try:
+        args = read_flags(parser)
+        report = Report(sizes(args), getattr(args, "steps", 1))  # sizes may refuse one
+    except (ValueError, OSError) as error:
+        refuse(error)
+    if os.environ["RANK"] != "0":
+        sys.stdout = open(os.devnull, "w")  # every rank checks, rank 0 prints
+    backend = "gloo" if args.device == "cpu" else "nccl"
+    if backend == "nccl":
+        torch.cuda.set_device(args.device)
+    torch.set_num_threads(1)  # ranks share the cores
+    limit = timedelta(seconds=args.timeout)
+    try:
+        # If torchrun restarts the ranks, their store has what the last attempt wrote.
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)
+        dist.init_process_group(backend, None, limit, ranks, rank, store)
+        mesh = getattr(args, "mesh", f"tp {args.ranks}")
+        where = f"{backend} on {torch.device(args.device).type}"
+        print(f"{LESSON.stem}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")
+        print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
+        main(args, report)
+        failures = report.verdict(args)
+    except Exception as error:
+        end_with_error(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    if failures and os.environ["LOCAL_RANK"] == "0":  # torchrun reports one rank
+        end(failures, 1)
     sys.stdout.flush()
-    time.sleep(1)  # other ranks report their errors, too, or have ended
-    os._exit(code)
+    os._exit(0)  # a normal exit takes half a second, and DTensor's caches hold groups
 
 
 def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with the flags that all lessons have."""
-
-    def error(text):  # argparse itself would print its usage, on every rank
-        raise ValueError(text)
-
-    parser.error = error
+    parser.error = refuse  # argparse itself would print its usage, on every rank
     parser.allow_abbrev = False
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
@@ -2059,57 +2066,50 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
-    """One rank: flags, process group, lesson, verdict, exit code.
+def positive(text: str) -> int:
+    """A flag's value: a number from 1 on."""
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
+    return int(text)
 
-    sizes: turns the flags into the numbers of the shape legend, or refuses one.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
-    with suppress(AttributeError, OSError):  # Linux: no message interrupts a rank
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
-    is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
-    try:
-        args = read_flags(parser)
-        report = Report(sizes(args), getattr(args, "steps", 1))
-    except (ValueError, OSError) as error:
-        time.sleep(0 if is_reporter else 60)  # the first to end ends all: one message
-        text = textwrap.fill(f"error: {error}", 88, subsequent_indent="  ")
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """Refuse a flag's value that `parts` does not divide, with a value that works."""
+    value = getattr(args, name)
+    if value % parts:
+        flag = f"--{name.replace('_', '-')}"
+        reason = f"{flag} {value}: {value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{reason}; take {flag} {value + parts - value % parts}")
+
+
+def refuse(reason) -> None:
+    """End with one `error:` line, before any collective runs."""
+    time.sleep(0 if os.environ.get("LOCAL_RANK", "0") == "0" else 60)  # one says it
+    text = fill(f"error: {reason}")
+    print(text, file=sys.stderr)
+    end(text, 2)
+
+
+def end_with_error(error: Exception) -> None:
+    """End this rank: torchrun's report has the lesson's lines that led to the error."""
+    frames = traceback.format_tb(error.__traceback__)
+    text = "".join(x for x in frames if "site-packages" not in x)  # not PyTorch's
+    text = f"\n{text}{type(error).__name__}: {error}\nrank {os.environ['RANK']}; "
+    text += f"its last call: {METER.last}\n{WHERE}"
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
         print(text, file=sys.stderr)
-        end(text, 2)
-    if os.environ["RANK"] != "0":
-        sys.stdout = open(os.devnull, "w")
-    backend = "gloo" if args.device == "cpu" else "nccl"
-    if backend == "nccl":
-        torch.cuda.set_device(args.device)
-    torch.set_num_threads(1)  # ranks share the cores
-    limit = timedelta(seconds=args.timeout)
-    try:
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-        # After a restart by torchrun the store has what the last attempt wrote.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(attempt, store)
-        dist.init_process_group(backend, None, limit, ranks, rank, store)
-        mesh = getattr(args, "mesh", f"tp {args.ranks}")
-        where = f"{backend} on {torch.device(args.device).type}"
-        print(f"{LESSON.stem}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")
-        print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
-        main(args, report)
-        failures = report.verdict(args)
-    except Exception as error:
-        frames = traceback.format_tb(error.__traceback__)
-        text = "".join(x for x in frames if "site-packages" not in x)  # not PyTorch's
-        text = f"\n{text}{type(error).__name__}: {error}\nrank {os.environ['RANK']}; "
-        text += f"its last call: {METER.last}\n{WHERE}"
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
-            print(text, file=sys.stderr)
-        end(text, 1)
-    dist.barrier()
-    dist.destroy_process_group()
-    if failures and is_reporter:  # torchrun reports one rank
-        end(failures, 1)
+    end(text, 1)
+
+
+def end(text: str, code: int) -> None:
+    """End this rank with an error: torchrun's report of it ends with this text."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        path.write_text(json.dumps({"message": message}))
     sys.stdout.flush()
-    os._exit(0)  # a normal exit takes half a second, and DTensor's caches hold groups
+    time.sleep(1)  # other ranks report their errors, too, or have ended
+    os._exit(code)
 
 
 # endregion

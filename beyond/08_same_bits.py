@@ -274,15 +274,15 @@ def main(args, report: lesson00.Report) -> None:
     norm_of = lesson02.norm_by_pytorch
     runs["without TP"] = train_with("without TP", model, batches, args, norm_of)
     # If your edit raises an error in one run, the others continue.
-    with report.run("TP"):
+    with report.guard("TP"):
         model = lesson02.tp_transformer(full, tp_group)
         norm_of = lambda model: lesson02.global_norm(model, tp_group)
         runs["TP"] = train_with("TP", model, batches, args, norm_of)
-    with report.run("blocks, T = 1"):
+    with report.guard("blocks, T = 1"):
         model = same_bits_transformer(full, alone)
         norm_of = lambda model: tree_norm(model, alone)
         runs["blocks, T = 1"] = train_with("T = 1", model, batches, args, norm_of)
-    with report.run("in blocks"):
+    with report.guard("in blocks"):
         model = same_bits_transformer(full, tp_group)
         norm_of = lambda model: tree_norm(model, tp_group)
         runs["in blocks"] = train_with("in blocks", model, batches, args, norm_of)

@@ -225,9 +225,9 @@ def main(args, report: lesson00.Report) -> None:
     alone = lesson02.train_transformer("without TP", model, batches, args)
     runs["without TP"] = alone
     # If your edit raises an error in one run, its column says so; the others continue.
-    with report.run("TP"):
+    with report.guard("TP"):
         runs["TP"] = train_shared(report, full, batches, args, groups)
-    with report.run("SP"):
+    with report.guard("SP"):
         runs["SP"] = train_shared_sp(full, batches, args, groups)
 
     show_training(report, runs, args)

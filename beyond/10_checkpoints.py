@@ -353,7 +353,7 @@ def main(args, report: lesson00.Report) -> None:
         show_contents(report, path, runs["A"].training, args)
         for mesh in args.meshes:
             name = "A again" if mesh.name == "A" else mesh.name
-            with report.run(name):
+            with report.guard(name):
                 runs[name] = train_on(mesh, full, batches, args, args.halfway, path)
         show_loaded(report, runs)
         report.section("Training resumed, compared with one process that never stopped")

@@ -367,7 +367,7 @@ def main(args, report: lesson00.Report) -> None:
     runs["without CP"] = lesson02.train_transformer("without CP", model, batches, args)
     for name, method in methods.items():
         # If your edit raises an error in one run, the others continue.
-        with report.run(name):
+        with report.guard(name):
             runs[name] = train_split(name, full, method, batches, args, groups)
 
     show_training_cp(report, runs, args, groups["cp"])
@@ -512,14 +512,14 @@ def show_attention(report, methods: dict, args, cp_group) -> None:
         results["without CP"][name] = x.grad
     rows = []
     for name, method in methods.items():
-        with report.run(f"{name}, one attention"):
+        with report.guard(f"{name}, one attention"):
             with recorded_blocks(globals()) as blocks:
                 results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
                 rows.extend(block_rows(report, blocks, name, cp_group))
     left_out = why_left_out(args, size)
     if not left_out:
-        with report.run("PyTorch, one attention", is_formula=True):
+        with report.guard("PyTorch, one attention", is_formula=True):
             results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
     report.section("One attention, random input: output, gradients, blocks of scores")
     report.compare("attention", results, lesson00.ALLOWED[args.dtype])

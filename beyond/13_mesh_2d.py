@@ -225,15 +225,15 @@ def main(args, report: lesson00.Report) -> None:
     runs = {}
     runs["without TP"] = train_mlp("without TP", copy.deepcopy(full), batch, args)
     # If your edit raises an error in one run, the others continue.
-    with report.run("DP"):
+    with report.guard("DP"):
         runs["DP"] = train_mlp("DP", copy.deepcopy(full), batch, args, dp_group)
-    with report.run("Megatron"):
+    with report.guard("Megatron"):
         mlp = lesson01.tp_mlp(full, tp_group)
         runs["Megatron"] = train_mlp("Megatron", mlp, batch, args)
-    with report.run("FSDP"):
+    with report.guard("FSDP"):
         mlp = mlp_2d(full, dp_group, single)
         runs["FSDP"] = train_2d("FSDP", mlp, batch, args, dp_group, single)
-    with report.run("2D"):
+    with report.guard("2D"):
         mlp = mlp_2d(full, outer, inner)
         show_placements_2d(report, full, mlp, args.axes)
         runs["2D"] = train_2d("2D", mlp, batch, args, outer, inner)

@@ -361,7 +361,7 @@ def main(args, report: lesson00.Report) -> None:
     warm_up(full, micro_batches, targets, groups)
     for kind in KINDS:
         # If your edit raises an error in one run, the others continue.
-        with report.run(kind):
+        with report.guard(kind):
             runs[kind] = run_schedule(kind, full, micro_batches, targets, groups, args)
     report.section("When each rank computed: all schedules to one scale")
     show_timelines(report, runs)
@@ -651,7 +651,7 @@ def show_pytorch(report, full, micro_batches, targets, groups, expected, args) -
         return
     rows = []
     for name, about in PYTORCH.items():
-        with report.run(f"PyTorch's {name}", is_formula=True):
+        with report.guard(f"PyTorch's {name}", is_formula=True):
             M = args.microbatches
             made = about.make(full, partial(loss_part, targets), groups["pp"], M)
             lists = lists_by_pytorch(made[0])

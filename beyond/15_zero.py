@@ -364,7 +364,7 @@ def main(args, report: lesson00.Report) -> None:
     for name, (kind, which) in plans.items():
         if which in groups:
             # If your edit raises an error in one run, the others continue.
-            with report.run(name):
+            with report.guard(name):
                 training = make_training(name, full, kind, groups[which], args)
                 runs[name] = train(training, batches)
                 trainings[name] = training

@@ -352,7 +352,7 @@ def main(args, report: lesson00.Report) -> None:
     runs = {"without EP": alone}
     for name in ("EP", "PyTorch"):
         # If your edit raises an error in one run, the others continue.
-        with report.run(name), CountLeaving():
+        with report.guard(name), CountLeaving():
             runs[name] = train_ep(name, full, batches, args, groups)
     show_training(report, runs, args, groups)
     show_one_layer(report, args, groups)
@@ -508,7 +508,7 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
         "sends: bytes, forward and backward. ‖g‖ by y: router's, without balance loss."
     )
     rows = []
-    with report.run("one layer"):
+    with report.guard("one layer"):
         for case in CASES:
             if case[1] == 1 or case[1] < size["E"]:
                 rows.append(layer_row(report, case, args, groups))

@@ -335,18 +335,18 @@ def main(args, report: lesson00.Report) -> None:
     model = copy.deepcopy(full)
     runs["without TP"] = lesson02.train_transformer("without TP", model, batches, args)
     # If your edit raises an error in one run, its column says so; the others continue.
-    with report.run("TP + SP"):
+    with report.guard("TP + SP"):
         model = lesson04.sp_transformer(full, tp_group)
         runs["TP + SP"] = train("TP + SP", model, batches, args, tp_group)
-    with report.run("in pieces"):
+    with report.guard("in pieces"):
         model = transformer_in_pieces(full, tp_group, args.pieces)
         runs["in pieces"] = train("in pieces", model, batches, args, tp_group)
 
     show_training(report, runs, args)
-    with report.run("one MLP"):
+    with report.guard("one MLP"):
         show_what_travels(report, args, tp_group)
     show_communication_in_pieces(report)
-    with report.run("head and loss"):
+    with report.guard("head and loss"):
         show_head_and_loss(report, runs["without TP"], full, batches[0], args, tp_group)
 
 

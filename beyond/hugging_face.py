@@ -74,7 +74,7 @@ def main(args, report: lesson00.Report) -> None:
     runs = {}
     loss_of = lambda output, target_BS: lesson02.mean_loss(output.logits, target_BS)
     runs["without TP"] = train(copy.deepcopy(full), loss_of=loss_of)
-    with report.run("DTensor"), parallel.loss_parallel():
+    with report.guard("DTensor"), parallel.loss_parallel():
         device = full.device.type
         mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
         model = parallel.parallelize_module(copy.deepcopy(full), mesh, qwen2_plan())

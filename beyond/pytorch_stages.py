@@ -107,7 +107,7 @@ def main(args, report: lesson00.Report) -> None:
     if args.microbatches < args.pp:
         kind = "gpipe"  # PyTorch's 1F1B requires M ≥ P
     report.section(f"One step by PyTorch (rank 0's stage): fully_shard, {kind}")
-    with report.run("PyTorch"):
+    with report.guard("PyTorch"):
         got = pytorch_step(SCHEDULES[kind], model, batch, groups, args)
     if report.raised:
         return

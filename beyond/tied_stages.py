@@ -105,7 +105,7 @@ def main(args, report: lesson00.Report) -> None:
     runs = {}
     alone = copy.deepcopy(full)
     runs["one process"] = lesson02.train_transformer("alone", alone, batches, args)
-    with report.run("mesh"):
+    with report.guard("mesh"):
         training = TiedTraining(full, groups, args)
         phase = lesson00.METER.phase("mesh", "update")
         training.renew_copy = phase(training.renew_copy)

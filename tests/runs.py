@@ -161,7 +161,7 @@ def passed(run, most=55):
 
 def kind_of(check: dict) -> str:
     """What a check is about: "gradients: dL/d x, naive" → gradients."""
-    return check["name"].partition(":")[0]
+    return check["kind"]
 
 
 def failed(data: dict) -> dict[str, int]:

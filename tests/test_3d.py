@@ -284,7 +284,7 @@ def test_one_step_by_pytorch(run):
     done = jobs.result(*run)
     assert done.code == 0 and "Traceback" not in done.err, done.text
     assert f"\nPASS  {STAGES}  " in done.out and not re.search("[✗≠]", done.out)
-    kinds = [check["name"].partition(":")[0] for check in done.data["checks"]]
+    kinds = [check["kind"] for check in done.data["checks"]]
     L = int(flag(run, "--layers", done.data["size"]["L"]))
     assert kinds.count("losses") == 1 and kinds.count("gradients") == 16 * L + 5
     M, P = done.data["size"]["M"], done.data["size"]["P"]

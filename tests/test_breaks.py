@@ -330,7 +330,7 @@ def test_fails_and_says_what_it_did(lesson, name):
         texts.append(f'tools/audit.py reports it as "{edit["audit"]} …"')
     places = ["".join(said.split()).index("".join(text.split())) for text in texts]
     assert places == sorted(places), said  # and nothing comes behind them
-    assert ("audit: in your own model" in words) == ("audit" in edit)
+    assert ("in a model of yours: tools/audit.py" in words) == ("audit" in edit)
     if isinstance(wanted, str):
         assert "FAIL" not in said and re.search(wanted, words), said
         return

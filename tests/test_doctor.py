@@ -65,7 +65,7 @@ def test_between_which_modules():
 
 
 def raise_in(run: str, model, x) -> None:
-    """As Report.run, whose lesson continues if all ranks raise."""
+    """As Report.guard, whose lesson continues if all ranks raise."""
     try:
         model(x)
     except RuntimeError:
@@ -191,7 +191,8 @@ def test_ranks_whose_reference_differs():
 
 def failed(name: str, text: str, differs=False) -> dict:
     is_formula = name.startswith(("calls", "bytes"))
-    check = {"name": name, "text": text, "diff": 1.0, "allowed": 1e-5}
+    kind = name.partition(":")[0]
+    check = {"name": name, "kind": kind, "text": text, "diff": 1.0, "allowed": 1e-5}
     return check | {"is_formula": is_formula, "differs": differs}
 
 

@@ -125,8 +125,8 @@ def explain(bug: dict, path: Path, failed: str) -> str:
     for word in ("symptom", "why", "reported"):
         lines.append(fill(f"{word}: {bug[word]}"))
     if "audit" in bug:  # how it is found in a model of your own
-        words = "in your own model, tools/audit.py reports it as"
-        lines.append(fill(f'audit: {words} "{bug["audit"]} …"'))
+        words = "in a model of yours: tools/audit.py reports it as"
+        lines.append(fill(f'{words} "{bug["audit"]} …"'))
     return "\n".join(lines)
 
 

@@ -103,7 +103,7 @@ def leave(group=None, destroy=dist.destroy_process_group) -> None:
 
 
 def note_error(get_store=dist.distributed_c10d._get_default_store):
-    """Instead of _get_default_store: Report.run tells other ranks of an error by it."""
+    """Instead of _get_default_store: Report.guard tells others of an error by it."""
     error = sys.exc_info()[1]
     is_lost = re.search("timed out|connection", str(error), re.I)
     if error and not is_lost and CALLING.store is not None:
@@ -703,8 +703,8 @@ def failed_checks(checks: dict[str, dict]) -> list[dict]:
 def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
     """What the failed checks of all ranks say together: place and cause.
 
-    checks: each with name, "kind: what", and text. places: run → where its forward pass
-    becomes wrong.
+    checks: each with kind, name and text. places: run → where its forward pass becomes
+    wrong.
     """
     values = [check for check in checks if not check["is_formula"]]
     if not values:
@@ -728,7 +728,7 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
 
 
 def of_kind(kind: str, checks: list[dict]) -> list[dict]:
-    return [check for check in checks if check["name"].startswith(f"{kind}:")]
+    return [check for check in checks if check["kind"] == kind]
 
 
 def is_of(check: dict, run: str) -> bool:
@@ -790,7 +790,7 @@ def stage_of(run: str, values: list[dict], place: str) -> tuple[str, str]:
     place: where the run's forward pass becomes wrong.
     """
     mine = [check for check in values if is_of(check, run)]
-    failed = {check["name"].partition(":")[0] for check in mine}
+    failed = {check["kind"] for check in mine}
     in_step_1 = " ".join(x["name"] for x in mine if "step 1, " in x["name"])
     if not failed or "runs" in failed:
         return "", ""
