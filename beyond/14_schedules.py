@@ -293,10 +293,10 @@ class VirtualPipeline(lesson05.Pipeline):
         """
         P = self.pp.size()
         self.chunk = chunk
-        self.number = chunk * P + self.pp.rank()
-        self.stage = self.chunks[chunk]
-        self.first = self.number == 0
-        self.last = self.number == len(self.chunks) * P - 1
+        self.stage = chunk * P + self.pp.rank()
+        self.stage_module = self.chunks[chunk]
+        self.first = self.stage == 0
+        self.last = self.stage == len(self.chunks) * P - 1
         self.in_flight = self.in_flight_by_chunk[chunk]
 
     def forward(self, which: tuple[int, int]) -> None:

@@ -173,8 +173,9 @@ class PipelineMeters:
 
 def add_meters(training, pipeline: type[PipelineMeters]) -> None:
     """Let lesson 05's training run in a pipeline with meters."""
-    training.steps = [(phase, (0, i)) for phase, i in training.steps]
-    training.pipeline = pipeline([training.stage], training.loss, training.groups)
+    training.actions = [(phase, (0, i)) for phase, i in training.actions]
+    modules = [training.stage_module]
+    training.pipeline = pipeline(modules, training.loss, training.groups)
 
 
 def expected_peak(steps: list[tuple], events: list[dict]) -> int:

@@ -188,7 +188,7 @@ def test_a_graph_that_is_kept_alive_is_seen(backward):
 def with_auxiliary_graph(self, which):
     script.VirtualPipeline.forward(self, which)
     x, *_ = self.in_flight[which[1]]
-    self.kept = [*getattr(self, "kept", ()), self.stage(x.float()).mean()]
+    self.kept = [*getattr(self, "kept", ()), self.stage_module(x.float()).mean()]
 
 
 def test_a_graph_that_is_made_between_passes_is_seen():
@@ -211,7 +211,7 @@ def with_a_hook(self, which):
     """A hook that keeps outputs, as a profiler may."""
     self.outputs = getattr(self, "outputs", [])
     keep = lambda module, args, y: self.outputs.append(y.detach())
-    with self.stage.register_forward_hook(keep):
+    with self.stage_module.register_forward_hook(keep):
         script.VirtualPipeline.forward(self, which)
 
 
