@@ -345,9 +345,9 @@ MUTANTS = [Mutant(*row) for row in [
      "2 * (P - rank - 1)", "2 * (P - rank - 1) + 1"),
     ("14", "zero_bubble", "weight passes wait one micro-batch longer",
      'phase == "backward" and i >= rank:\n'
-     '            steps.append(("weight", (0, i - rank)))',
+     '            actions.append(("weight", (0, i - rank)))',
      'phase == "backward" and i > rank:\n'
-     '            steps.append(("weight", (0, i - rank - 1)))',
+     '            actions.append(("weight", (0, i - rank - 1)))',
      "test_lists_are_complete_and_as_short_as_the_formula"),
     ("14", "zero_bubble", "the last weight pass is left out",
      "range(max(0, M - rank), M)", "range(max(0, M - rank), M - 1)"),

@@ -1,5 +1,5 @@
-"""Script 14: four schedules are lists of steps, as short as their formulas say; what a
-rank holds is measured, so whatever keeps a graph alive is seen; the script's own runs.
+"""Script 14: four schedules are lists of actions, as short as their formulas say; what
+a rank holds is measured, so whatever keeps a graph alive is seen; the own runs.
 """
 
 import re
@@ -24,7 +24,7 @@ def lists_of(kind: str, P: int, M: int, v: int) -> list[list]:
     """Of each rank: (phase, virtual stage, micro-batch)."""
     lists = []
     for rank in range(P):
-        steps = script.steps_of(kind, rank, P, M, v)
+        steps = script.actions_of(kind, rank, P, M, v)
         lists.append([(phase, c * P + rank, i) for phase, (c, i) in steps])
     return lists
 
@@ -252,7 +252,7 @@ def test_timeline(run):
         for rank in range(P):
             own = [row for row in rows if row["rank"] == rank]
             steps = [(r["what"], (r["chunk"], r["microbatch"])) for r in own]
-            assert steps == script.steps_of(kind, rank, P, M, v)
+            assert steps == script.actions_of(kind, rank, P, M, v)
             for one, two in pairwise(own):
                 assert one["start"] <= one["end"] <= two["start"]
         ends = {}
