@@ -109,7 +109,7 @@ def main(args, report: lesson00.Report) -> None:
         phase = lesson00.METER.phase("mesh", "update")
         training.renew_copy = phase(training.renew_copy)
         lesson05.show_stages(report, training)
-        runs["mesh"] = lesson05.train_on_mesh(training, batches, args)
+        runs["mesh"] = lesson05.train_on_mesh(training, batches)
     lesson05.show_training_mesh(report, runs, args)
     if "mesh" in runs:
         lesson05.show_replicas_mesh(report, training, runs["mesh"])
