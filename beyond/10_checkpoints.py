@@ -492,8 +492,7 @@ def train_steps(training, batches: list, begin: int, after_step=None):
     values = {"batches": {}, "losses": {}, "norms": {}}
     for step in range(begin + 1, len(batches) + 1):
         batch = batches[step - 1]
-        loss = training.gradients(batch)
-        norm = training.update()
+        loss, norm = training.train_step(batch)
         for axis in ("dp", "pp"):  # replicas' parts add up; only the last stage has one
             loss = lesson00.all_reduce(loss, training.groups[axis])
         # A sum of token ids shows which batch it was.

@@ -65,17 +65,17 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # ==== NEW in 14: interleaved and zero-bubble schedules
 # Read lines 66 to 343, in about 28 minutes. Stop at RUN.
 
-# From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
-# runs such a list: receive, compute, send; slice_stage removes from a model what other
-# stages hold. Here a step also names a chunk: ("forward", (1, 0)) is the forward pass
-# of micro-batch 0 through this rank's chunk 1. The v·P chunks of all ranks, in order of
+# From lesson 05: schedule returns the list of a stage's actions, ("forward", 0), …;
+# Pipeline runs it: receive, compute, send; slice_stage removes from a model what other
+# stages hold. Here an action also names a chunk: ("forward", (1, 0)) is the pass of
+# micro-batch 0 through this rank's chunk 1. The v·P chunks of all ranks, in order of
 # the model, are the virtual stages. M is a multiple of P.
 
-# ---- Four lists of steps
+# ---- Four lists of actions
 
 
-def steps_of(kind: str, rank: int, P: int, M: int, v: int) -> list:
-    """A rank's steps, ("forward", (chunk, micro-batch)), …, "backward" and "weight"."""
+def actions_of(kind: str, rank: int, P: int, M: int, v: int) -> list:
+    """A rank's actions: ("forward", (chunk, micro-batch)), …, "backward", "weight"."""
     if kind == "interleaved":
         return interleaved(rank, P, M, v)
     if kind == "zero-bubble":
@@ -102,10 +102,10 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
     # chunks, then twice 1F1B's P − rank − 1 passes. Once would do if messages took no
     # time; twice leaves each message time to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
-    steps = [("forward", which) for which in order[:warm_up]]
+    actions = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
-        steps += [("forward", order[warm_up + i]), ("backward", order_back[i])]
-    return steps + [("backward", which) for which in order_back[M * v - warm_up :]]
+        actions += [("forward", order[warm_up + i]), ("backward", order_back[i])]
+    return actions + [("backward", which) for which in order_back[M * v - warm_up :]]
 
 
 def zero_bubble(rank: int, P: int, M: int) -> list:
@@ -120,13 +120,13 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
     left. Meanwhile this B goes through the other ranks, and rank 0 ends with its W:
     (P − 1)·t_B + t_W. So the last rank waits (P − 1)(t_B − t_W) more.
     """
-    steps = []
+    actions = []
     for phase, i in lesson05.schedule("1f1b", rank, P, M):
-        steps.append((phase, (0, i)))
+        actions.append((phase, (0, i)))
         if phase == "backward" and i >= rank:
-            steps.append(("weight", (0, i - rank)))
+            actions.append(("weight", (0, i - rank)))
     put_off = range(max(0, M - rank), M)
-    return steps + [("weight", (0, i)) for i in put_off]
+    return actions + [("weight", (0, i)) for i in put_off]
 
 
 # How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
@@ -153,26 +153,26 @@ def most_in_flight(kind: str, rank: int, P: int, M: int, v: int) -> int:
     return min(P - rank, M)
 
 
-def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
-    """When each step begins and ends if a message takes no time.
+def plan(actions_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
+    """When each action begins and ends if a message takes no time.
 
     Args:
-        steps_of_ranks: of each rank, (phase, virtual stage, micro-batch), in order.
+        actions_of_ranks: of each rank, (phase, virtual stage, micro-batch), in order.
         last: the number of the last virtual stage.
         cost: phase → how long it takes; without weight passes, "backward" is B and W.
     Returns: (phase, stage, micro-batch) → (begin, end).
     Raises: ValueError if all ranks wait: the lists do not fit together.
     """
     times = {}
-    clock = [0.0] * len(steps_of_ranks)
-    position = [0] * len(steps_of_ranks)
-    left = sum(len(steps) for steps in steps_of_ranks)
+    clock = [0.0] * len(actions_of_ranks)
+    position = [0] * len(actions_of_ranks)
+    left = sum(len(actions) for actions in actions_of_ranks)
     while left:
         before = left
-        for rank, steps in enumerate(steps_of_ranks):
-            if position[rank] == len(steps):
+        for rank, actions in enumerate(actions_of_ranks):
+            if position[rank] == len(actions):
                 continue
-            phase, stage, i = steps[position[rank]]
+            phase, stage, i = actions[position[rank]]
             needs = needed_by(phase, stage, i, last)
             if needs is not None and needs not in times:
                 continue  # this rank waits for another one
@@ -185,15 +185,15 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
             position[rank] += 1
             left -= 1
         if left == before:
-            next_steps = []
-            for steps, at in zip(steps_of_ranks, position):
-                next_steps.append(steps[at] if at < len(steps) else "the end")
-            raise ValueError(f"all ranks wait; their next steps: {next_steps}")
+            next_actions = []
+            for actions, at in zip(actions_of_ranks, position):
+                next_actions.append(actions[at] if at < len(actions) else "the end")
+            raise ValueError(f"all ranks wait; their next actions: {next_actions}")
     return times
 
 
 def needed_by(phase: str, stage: int, i: int, last: int) -> tuple | None:
-    """The step that must have ended before this one; None if it needs no other."""
+    """The action that must have ended before this one; None if it needs no other."""
     if phase == "forward":
         return ("forward", stage - 1, i) if stage > 0 else None
     if phase == "weight":
@@ -227,7 +227,7 @@ class InputGradient(torch.autograd.Function):
 
 
 class SplitLinear(nn.Module):
-    """An edit of nn.Linear: add_weight_gradient is a step of its own."""
+    """An edit of nn.Linear: add_weight_gradient is an action of its own."""
 
     # A list of the pipeline, set while it runs backward. Autograd calls
     # InputGradient.backward, so the list cannot be one of its arguments.
@@ -279,11 +279,11 @@ class VirtualPipeline(lesson05.Pipeline):
         self.rank_before = (self.pp.rank() - 1) % self.pp.size()
         self.rank_after = (self.pp.rank() + 1) % self.pp.size()
 
-    def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
-        """Run all steps. Return the sum of the losses; 0 without the last stage."""
+    def run(self, actions: list[tuple], micro_batches: list) -> Tensor:
+        """Run all actions. Return the sum of the losses; 0 without the last stage."""
         self.in_flight_by_chunk = [{} for _ in self.chunks]
         self.later = {}  # (chunk, micro-batch) → what its weight pass needs
-        return super().run(steps, micro_batches)
+        return super().run(actions, micro_batches)
 
     def become(self, chunk: int) -> None:
         """Make this rank the virtual stage whose layers are in this chunk.
@@ -293,10 +293,10 @@ class VirtualPipeline(lesson05.Pipeline):
         """
         P = self.pp.size()
         self.chunk = chunk
-        self.number = chunk * P + self.pp.rank()
-        self.stage = self.chunks[chunk]
-        self.first = self.number == 0
-        self.last = self.number == len(self.chunks) * P - 1
+        self.stage = chunk * P + self.pp.rank()
+        self.stage_module = self.chunks[chunk]
+        self.first = self.stage == 0
+        self.last = self.stage == len(self.chunks) * P - 1
         self.in_flight = self.in_flight_by_chunk[chunk]
 
     def forward(self, which: tuple[int, int]) -> None:
@@ -406,8 +406,8 @@ def sizes(args) -> dict[str, int]:
 class ScheduleRun:
     """What one schedule did on this rank."""
 
-    def __init__(self, kind, steps, times, pipeline, names, loss):
-        self.steps = steps
+    def __init__(self, kind, actions, times, pipeline, names, loss):
+        self.actions = actions
         # Its length if t_F = t_B = t_W = 1.
         self.planned = max(end for _, end in times.values())
         self.pipeline = pipeline
@@ -425,7 +425,7 @@ def chunks_of(kind: str, args) -> int:
 
 
 def cost_of(kind: str, unit: float, v: int) -> dict[str, float]:
-    """How long a step of a chunk takes if t_F = t_B = t_W = unit in a stage."""
+    """How long an action of a chunk takes if t_F = t_B = t_W = unit in a stage."""
     # Without weight passes, a backward pass computes dL/dx and dL/dW.
     backward = 1 if kind == "zero-bubble" else 2
     return {"forward": unit / v, "backward": backward * unit / v, "weight": unit / v}
@@ -436,8 +436,8 @@ def lists_of(kind: str, v: int, args) -> list[list]:
     P = args.ranks
     lists = []
     for rank in range(P):
-        steps = steps_of(kind, rank, P, args.microbatches, v)
-        lists.append([(phase, chunk * P + rank, i) for phase, (chunk, i) in steps])
+        actions = actions_of(kind, rank, P, args.microbatches, v)
+        lists.append([(phase, chunk * P + rank, i) for phase, (chunk, i) in actions])
     return lists
 
 
@@ -457,22 +457,22 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     )
     # Lists that do not fit together are found here, by all ranks, before any waits.
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
-    steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
+    actions = actions_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
     for phase in ("forward", "backward"):  # METER counts what is sent inside
         method = lesson00.METER.phase(kind, phase)(getattr(pipeline, phase))
         setattr(pipeline, phase, method)
     dist.barrier()  # one start for the timeline
-    loss = pipeline.run(steps, micro_batches)
-    return ScheduleRun(kind, steps, times, pipeline, names, loss)
+    loss = pipeline.run(actions, micro_batches)
+    return ScheduleRun(kind, actions, times, pipeline, names, loss)
 
 
 def warm_up(full, micro_batches, targets, groups) -> None:
     """The first passes of a process are slow: run them before anything is measured."""
     # With this one schedule, nearly all functions of the others have run as well.
     chunks, _ = chunks_of_model(full, 1, groups["pp"], split=True)
-    steps = [("forward", (0, 0)), ("backward", (0, 0)), ("weight", (0, 0))]
+    actions = [("forward", (0, 0)), ("backward", (0, 0)), ("weight", (0, 0))]
     pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups)
-    pipeline.run(steps, micro_batches[:1])
+    pipeline.run(actions, micro_batches[:1])
 
 
 def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
@@ -527,13 +527,13 @@ def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
         off = abs(wait - bubble_of(kind, args.ranks, chunks_of(kind, args)))
         text = f"by its lists a rank waits {wait:g}, {off:g} off the formula"
         holds = report.check(f"plan: bubble of {kind}, by its lists", off, 1e-9, text)
-        # No step is shorter than stated, so a run cannot be shorter than its plan.
+        # No action is shorter than stated, so a run cannot be shorter than its plan.
         early = max(0.0, run.planned * args.sleep / 1000 - run.length)
         report.check(f"plan: {kind} is not shorter than its lists", early, 1e-3)
         row = {"schedule": kind, "a rank waits": WAITS[kind]}
         row["="] = marked(f"{wait:g}", holds)
         row["/computing"] = f"{wait / computing:.3f}"
-        # On a busy machine it is mostly larger: one late step delays others.
+        # On a busy machine it is mostly larger: one late action delays others.
         row["measured"] = f"{run.length / run.computing - 1:.3f}"
         rows.append(row)
     report.section("The bubble: waiting/computing")
@@ -565,7 +565,7 @@ def show_memory(report, runs: dict[str, ScheduleRun], args) -> None:
     peaks = {}
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
-        of_ranks = gather_objects(run.pipeline.bytes_held(run.steps))
+        of_ranks = gather_objects(run.pipeline.bytes_held(run.actions))
         v = chunks_of(kind, args)
         for rank, measured in enumerate(of_ranks):
             most = most_in_flight(kind, rank, args.ranks, args.microbatches, v)
@@ -576,7 +576,7 @@ def show_memory(report, runs: dict[str, ScheduleRun], args) -> None:
             expected = str(measured["expected"])
             held[rank][kind] = cell(report, name, peaks[kind, rank], expected)
             for what in ("bytes left", "left in flight"):  # must be 0
-                text = f"{measured[what]:,} when all steps have run"
+                text = f"{measured[what]:,} when all actions have run"
                 name = f"memory: {kind}, {what} on rank {rank}"
                 report.check(name, measured[what], text=text)
     report.section("What each rank holds for backward, measured")
@@ -656,7 +656,7 @@ def show_pytorch(report, full, micro_batches, targets, groups, expected, args) -
             made = about.make(full, partial(loss_part, targets), groups["pp"], M)
             lists = lists_by_pytorch(made[0])
             row = pytorch_row(name, lists, M, plan)
-            if name == "interleaved":  # the lists of this script, step by step
+            if name == "interleaved":  # action by action as this script
                 theirs = lists_by_pytorch(made[0], "backward")
                 check = f"PyTorch: {name}: the same lists"
                 holds = report.check(check, lists_of(name, 2, args) != theirs)

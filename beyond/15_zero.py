@@ -265,12 +265,12 @@ class ZeroTraining:
         self.groups = groups
         self.args = args
         # Of the first of --stages; with one it is gradient accumulation.
-        self.steps = lesson05.schedule("1f1b", 0, args.stages, args.microbatches)
+        self.actions = lesson05.schedule("1f1b", 0, args.stages, args.microbatches)
         self.trained = [unit.shard for unit in units] or list(model.parameters())
         # lr and eps as in lesson 02's train_transformer, which says why.
         self.adamw = torch.optim.AdamW(self.trained, lr=3e-3, eps=1e-4)
 
-    def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def forward_backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Forward and backward of this replica's rows. Return its part of the loss.
 
         Communication besides the units': one all-reduce of one int64 over "data", and
@@ -282,7 +282,7 @@ class ZeroTraining:
         with METER.phase(self.name, "batch"):
             targets = lesson05.count_targets(micro_batches, data)
         losses = {}
-        for phase, i in self.steps:
+        for phase, i in self.actions:
             with METER.phase(self.name, phase):
                 if phase == "forward":
                     tokens_bS, target_bS = micro_batches[i]
@@ -471,7 +471,7 @@ def train(training: ZeroTraining, batches: list) -> lesson02.TrainingRun:
     losses = {}
     norms = {}
     for step, batch in enumerate(batches, 1):
-        part_of_loss = training.gradients(batch)
+        part_of_loss = training.forward_backward(batch)
         if training.units:
             training.meter.look()
         if step == 1:
@@ -660,7 +660,7 @@ class FullyShardTraining(ZeroTraining):
         model = fully_sharded(full, units_of, groups, args)
         super().__init__(name, model, [], groups, args)
         # Whatever --stages is. In 1F1B's order PyTorch gathers once more.
-        self.steps = lesson05.schedule("1f1b", 0, 1, args.microbatches)
+        self.actions = lesson05.schedule("1f1b", 0, 1, args.microbatches)
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.args.dp

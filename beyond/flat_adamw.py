@@ -94,7 +94,7 @@ class FlatTraining(TiedTraining):
         The vector gets a copy of p.grad, so p.grad has to be complete before it.
         """
         groups = self.groups
-        lesson05.all_reduce_replicated_gradients(self.stage, groups["tp"])
+        lesson05.all_reduce_replicated_gradients(self.stage_module, groups["tp"])
         if self.tied is not None:
             grad = lesson00.all_reduce(self.tied.grad, groups["embedding"])
             self.tied.grad = grad
@@ -119,5 +119,5 @@ class FlatTraining(TiedTraining):
         self.optimizer.vector.grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))
         self.optimizer.step()
         self.renew_copy()
-        self.stage.zero_grad()
+        self.stage_module.zero_grad()
         return norm

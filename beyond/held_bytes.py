@@ -102,7 +102,7 @@ def bytes_alive(but: Sequence[Tensor] = ()) -> int:
 class PipelineMeters:
     """What beyond/14's VirtualPipeline gets, to record events and bytes held.
 
-    cost: phase → seconds that a step takes at least; it sleeps for the rest.
+    cost: phase → seconds that an action takes at least; it sleeps for the rest.
     """
 
     def __init__(self, chunks: list[nn.Module], loss_of, groups, cost=None):
@@ -110,7 +110,7 @@ class PipelineMeters:
         self.cost = cost or dict.fromkeys(("forward", "backward", "weight"), 0.0)
         self.held = HeldBytes(nn.ModuleList(chunks))
 
-    def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
+    def run(self, actions: list[tuple], micro_batches: list) -> Tensor:
         self.events = []
         self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
         self.linears = []  # of each weight pass: the linears whose dL/dW it computes
@@ -118,16 +118,16 @@ class PipelineMeters:
         before = bytes_alive(but=self.gradients())
         # Around all of it: a graph that is made between passes is seen as well.
         with self.held:
-            loss = super().run(steps, micro_batches)
+            loss = super().run(actions, micro_batches)
         self.left_alive = bytes_alive(but=[loss, *self.gradients()]) - before
         return loss
 
-    def bytes_held(self, steps: list[tuple]) -> dict[str, int]:
-        """After a run of these steps: the peak, what it should be, and what is left."""
+    def bytes_held(self, actions: list[tuple]) -> dict[str, int]:
+        """After a run of these actions: the peak, what it should be, what is left."""
         return {
             "in flight": self.held.peak_passes,
             "bytes at the peak": self.held.peak,
-            "expected": expected_peak(steps, self.events),
+            "expected": expected_peak(actions, self.events),
             # Both must be 0: what is saved for backward, or in a list or a hook.
             "bytes left": self.held.now + self.left_alive,
             "left in flight": sum(len(x) for x in self.in_flight_by_chunk),
@@ -173,12 +173,13 @@ class PipelineMeters:
 
 def add_meters(training, pipeline: type[PipelineMeters]) -> None:
     """Let lesson 05's training run in a pipeline with meters."""
-    training.steps = [(phase, (0, i)) for phase, i in training.steps]
-    training.pipeline = pipeline([training.stage], training.loss, training.groups)
+    training.actions = [(phase, (0, i)) for phase, i in training.actions]
+    modules = [training.stage_module]
+    training.pipeline = pipeline(modules, training.loss, training.groups)
 
 
-def expected_peak(steps: list[tuple], events: list[dict]) -> int:
-    """The most bytes held, by the list of steps and what each pass saved.
+def expected_peak(actions: list[tuple], events: list[dict]) -> int:
+    """The most bytes held, by the list of actions and what each pass saved.
 
     A backward pass releases what its forward pass saved. With weight passes it leaves
     inputs and gradients of all linears, until the weight pass releases them.
@@ -190,7 +191,7 @@ def expected_peak(steps: list[tuple], events: list[dict]) -> int:
     now = 0
     peak = 0
     # The change of a weight pass is negative: minus it is what backward left for it.
-    for phase, which in steps:
+    for phase, which in actions:
         change = changes[phase, which]
         if phase == "backward":
             change = -changes["forward", which] - changes.get(("weight", which), 0)

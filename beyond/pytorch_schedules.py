@@ -77,24 +77,24 @@ def lists_by_pytorch(schedule, full: str = "full") -> list[list]:
     full: the name of a backward pass that is not split.
     """
     lists = []
-    for actions in schedule.pipeline_order.values():
-        steps = []
-        for action in actions:
+    for theirs in schedule.pipeline_order.values():
+        actions = []
+        for action in theirs:
             if action is None:  # it waits
                 continue
-            # A forward and a backward pass that overlap are one action: two steps here.
+            # A forward and a backward pass that overlap are one action: two of ours.
             for part in action.sub_actions or [action]:
                 phase = PHASES.get(part.computation_type.name, full)
-                steps.append((phase, part.stage_index, part.microbatch_index))
-        lists.append(steps)
+                actions.append((phase, part.stage_index, part.microbatch_index))
+        lists.append(actions)
     return lists
 
 
 def pytorch_row(name: str, lists: list[list], M: int, plan) -> dict:
     """A schedule's bubble by its lists, and what a rank has in flight.
 
-    lists: of each rank, with two chunks. plan: the script's, which says when each step
-    ends.
+    lists: of each rank, with two chunks. plan: the script's, which says when each
+    action ends.
     """
     # A chunk is half of a stage here; a full backward pass is B and W in one.
     cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
@@ -103,15 +103,15 @@ def pytorch_row(name: str, lists: list[list], M: int, plan) -> dict:
     waits = max(end for _, end in times.values()) - computing
     row = {"PyTorch's": name, "waits": f"{waits:g}"}
     row["/computing"] = f"{waits / computing:.3f}"
-    row["in flight"] = " ".join(peak_in_flight(steps) for steps in lists)
+    row["in flight"] = " ".join(peak_in_flight(x) for x in lists)
     row["gradients"] = ""  # largest relative difference
     return row
 
 
-def peak_in_flight(steps: list[tuple]) -> str:
+def peak_in_flight(actions: list[tuple]) -> str:
     """Forward passes of a rank without a backward pass yet, at most."""
     in_flight = [0]
-    for phase, _, _ in steps:
+    for phase, _, _ in actions:
         change = {"forward": 1, "weight": 0}.get(phase, -1)
         in_flight.append(in_flight[-1] + change)
     return str(max(in_flight))

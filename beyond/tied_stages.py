@@ -98,7 +98,6 @@ def main(args, report: lesson00.Report) -> None:
     for batch in lesson02.make_batches(lesson05.__doc__, args, args.steps):
         batches.append(lesson04.pad_batch(*batch, args.tp))
     args.seq_len = report.size["S"]  # from here on T divides it
-    report.steps = 1  # train_on_mesh keeps the calls of the last step
     args.tie = True
     full = lesson03.make_tied(args)
 
@@ -110,8 +109,7 @@ def main(args, report: lesson00.Report) -> None:
         phase = lesson00.METER.phase("mesh", "update")
         training.renew_copy = phase(training.renew_copy)
         lesson05.show_stages(report, training)
-        runs["mesh"] = lesson05.train_on_mesh(training, batches, args)
-    report.sections = 1
+        runs["mesh"] = lesson05.train_on_mesh(training, batches)
     lesson05.show_training_mesh(report, runs, args)
     if "mesh" in runs:
         lesson05.show_replicas_mesh(report, training, runs["mesh"])
@@ -126,7 +124,7 @@ def main(args, report: lesson00.Report) -> None:
 def show_communication_tied(report, training: TiedTraining, batch: tuple) -> None:
     """Lesson 05's formulas, and the two calls of the tied weight."""
     size = report.size
-    stage = training.pipeline.number
+    stage = training.pipeline.stage
     lesson05.set_letters(report, training, batch)
     formulas = lesson05.traffic(size, stage)
     if training.tied is not None and size["P"] > 1:

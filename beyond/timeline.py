@@ -1,4 +1,4 @@
-"""A pipeline's steps in time: on one clock, and shown as one line of text per rank.
+"""A pipeline's actions in time: on one clock, and shown as one line of text per rank.
 
 A helper of beyond/14_schedules.py, no script.
 """
@@ -29,14 +29,14 @@ def draw_rank(events: list[dict], length: float, scale: float) -> str:
     line = ["·"] * round(length / scale)
     for event in events:
         start = int(event["start"] / scale)
-        # At least one mark, however short the step was.
+        # At least one mark, however short the action was.
         end = max(start + 1, round(event["end"] / scale))
         line[start:end] = mark_of(event) * (end - start)
     return "".join(line[: round(length / scale)])
 
 
 def mark_of(event: dict) -> str:
-    """The mark of a step in a timeline."""
+    """The mark of an action in a timeline."""
     i = event["microbatch"]
     if event["what"] == "weight":
         return "="

@@ -23,19 +23,19 @@ BUGS = {
         new="""\
         if phase == "forward" and i >= rank:
 """,
-        symptom="an error before the run: a step needs another that comes after it",
+        symptom="an error before the run: an action needs another that comes after it",
         why="dL/dW needs dL/dy, which the backward pass receives",
         reported="github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/72",
     ),
     "chunks": dict(
         what="the last rank takes chunks in another order than they are sent",
         old="""\
-    steps = [("forward", which) for which in order[:warm_up]]
+    actions = [("forward", which) for which in order[:warm_up]]
 """,
         new="""\
     if rank == P - 1:  # the next chunk's first one could be there
         order[P - 1 : P + 1] = [order[P], order[P - 1]]
-    steps = [("forward", which) for which in order[:warm_up]]
+    actions = [("forward", which) for which in order[:warm_up]]
 """,
         symptom="an error that names two messages; without the check, wrong gradients",
         why="two ranks have one queue per direction, for the messages of all chunks",
@@ -56,13 +56,13 @@ BUGS = {
     "forgotten": dict(
         what="the weight passes that were put off are never run",
         old="""\
-    return steps + [("weight", (0, i)) for i in put_off]
+    return actions + [("weight", (0, i)) for i in put_off]
 """,
         new="""\
-    return steps
+    return actions
 """,
         symptom="the loss is right; weight gradients of all ranks but 0 lack a part",
-        why="no other step needs a weight gradient, so nothing waits for it",
+        why="no other action needs a weight gradient, so nothing waits for it",
         reported="github.com/deepspeedai/Megatron-DeepSpeed/issues/442",
     ),
     "history": dict(

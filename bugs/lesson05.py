@@ -18,14 +18,14 @@ BUGS = {
     "mixed-up": dict(
         what="the last stage takes its micro-batches in another order than the others",
         old="""\
-        steps += [("forward", warm_up + i), ("backward", i)]
+        actions += [("forward", warm_up + i), ("backward", i)]
 """,
         new="""\
         # the last stage has no stage after it, so it may begin anywhere
         first = M - 1 - i if warm_up == 0 else warm_up + i
-        steps += [("forward", first), ("backward", first - warm_up)]
+        actions += [("forward", first), ("backward", first - warm_up)]
 """,
-        symptom="a stage gets another micro-batch than its next step is about",
+        symptom="a stage gets another micro-batch than its next action is about",
         why="messages arrive in the order in which they were sent, whatever is in them",
         reported="github.com/NVIDIA/Megatron-LM/pull/1451",
     ),
@@ -110,10 +110,10 @@ BUGS = {
     "group": dict(
         what="gradients are summed over tp instead of dp",
         old="""\
-        all_reduce_gradients(self.stage, self.groups["dp"])
+        all_reduce_gradients(self.stage_module, self.groups["dp"])
 """,
         new="""\
-        all_reduce_gradients(self.stage, self.groups["tp"])
+        all_reduce_gradients(self.stage_module, self.groups["tp"])
 """,
         flags="--dp 2",
         symptom="the loss of step 1 is right, every gradient wrong; replicas diverge",

@@ -83,13 +83,13 @@ def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
     chunks = [IdleStage([1, 4, 8]) for _ in range(v)]
     cost = script.cost_of(kind, seconds, v)
     pipeline = script.MeasuredPipeline(chunks, lambda y, _: y.sum(), groups, cost)
-    steps = script.steps_of(kind, stage, groups["pp"].size(), M, v)
+    actions = script.actions_of(kind, stage, groups["pp"].size(), M, v)
     for phase in ("forward", "backward"):
         method = lesson.METER.phase(kind, phase)(getattr(pipeline, phase))
         setattr(pipeline, phase, method)
     lesson05.send = send
     dist.barrier()
-    pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
+    pipeline.run(actions, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
     lesson05.send = original
     part = {"spans": pipeline.events, "sent": sent}
     part["calls"] = dict(lesson.METER.calls)

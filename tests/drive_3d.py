@@ -99,7 +99,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     training.optimizer.step = phase(training.optimizer.step)  # ZeRO gathers there
     if args.tie or args.zero:
         training.renew_copy = phase(training.renew_copy)
-    mesh = lesson.train_on_mesh(training, batches, args)
+    mesh = lesson.train_on_mesh(training, batches)
     diffs = {}
     for kind in ("losses", "norms", "gradients", "parameters"):
         expected = getattr(alone, kind)

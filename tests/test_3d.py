@@ -38,7 +38,7 @@ tied_stages = jobs.load(TIED)
 pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
-# Schedules: lists of steps, before any rank is started.
+# Schedules: lists of actions, before any rank is started.
 
 
 def makespan(kind: str, P: int, M: int) -> int:
@@ -313,12 +313,13 @@ def edited(folder, name: str, path: str, edits: dict[str, str], *flags) -> jobs.
 
 
 IN_TWO_RUNS = {
-    "        loss = self.pipeline.run(self.steps, self.micro_batches)\n":
+    "        loss = self.pipeline.run(self.actions, self.micro_batches)\n":
     "        half = len(self.micro_batches) // 2\n"
-    "        loss = self.pipeline.run(self.steps, self.micro_batches[:half])\n"
-    "        loss = loss + self.pipeline.run(self.steps, self.micro_batches[half:])\n",
-    "pp.rank(), pp.size(), args.microbatches)":
-    "pp.rank(), pp.size(), args.microbatches // 2)",
+    "        loss = self.pipeline.run(self.actions, self.micro_batches[:half])\n"
+    "        rest = self.micro_batches[half:]\n"
+    "        loss = loss + self.pipeline.run(self.actions, rest)\n",
+    "stage, num_stages, args.microbatches)":
+    "stage, num_stages, args.microbatches // 2)",
 }  # fmt: skip
 
 
@@ -363,7 +364,7 @@ def test_a_schedule_that_pytorch_does_not_have(tmp_path):
 
 def test_totals_are_those_of_each_rank(tmp_path):
     """What failed on another rank is named with its rank, and counts there only."""
-    loop = "        for phase, i in steps:\n            run_step = "
+    loop = "        for phase, i in actions:\n            run_action = "
     skip = loop.replace(
         "            run", "            if i == 3: continue\n            run"
     )

@@ -1,5 +1,5 @@
-"""Script 14: four schedules are lists of steps, as short as their formulas say; what a
-rank holds is measured, so whatever keeps a graph alive is seen; the script's own runs.
+"""Script 14: four schedules are lists of actions, as short as their formulas say; what
+a rank holds is measured, so whatever keeps a graph alive is seen; the own runs.
 """
 
 import re
@@ -24,7 +24,7 @@ def lists_of(kind: str, P: int, M: int, v: int) -> list[list]:
     """Of each rank: (phase, virtual stage, micro-batch)."""
     lists = []
     for rank in range(P):
-        steps = script.steps_of(kind, rank, P, M, v)
+        steps = script.actions_of(kind, rank, P, M, v)
         lists.append([(phase, c * P + rank, i) for phase, (c, i) in steps])
     return lists
 
@@ -188,7 +188,7 @@ def test_a_graph_that_is_kept_alive_is_seen(backward):
 def with_auxiliary_graph(self, which):
     script.VirtualPipeline.forward(self, which)
     x, *_ = self.in_flight[which[1]]
-    self.kept = [*getattr(self, "kept", ()), self.stage(x.float()).mean()]
+    self.kept = [*getattr(self, "kept", ()), self.stage_module(x.float()).mean()]
 
 
 def test_a_graph_that_is_made_between_passes_is_seen():
@@ -211,7 +211,7 @@ def with_a_hook(self, which):
     """A hook that keeps outputs, as a profiler may."""
     self.outputs = getattr(self, "outputs", [])
     keep = lambda module, args, y: self.outputs.append(y.detach())
-    with self.stage.register_forward_hook(keep):
+    with self.stage_module.register_forward_hook(keep):
         script.VirtualPipeline.forward(self, which)
 
 
@@ -252,7 +252,7 @@ def test_timeline(run):
         for rank in range(P):
             own = [row for row in rows if row["rank"] == rank]
             steps = [(r["what"], (r["chunk"], r["microbatch"])) for r in own]
-            assert steps == script.steps_of(kind, rank, P, M, v)
+            assert steps == script.actions_of(kind, rank, P, M, v)
             for one, two in pairwise(own):
                 assert one["start"] <= one["end"] <= two["start"]
         ends = {}

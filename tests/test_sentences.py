@@ -194,7 +194,7 @@ def test_where_the_rule_of_interleaving_holds():
         for v in (1, 2, 3, 4):
             for M in (P, 2 * P, 4 * P):
                 kind = "interleaved" if v > 1 else "1f1b"
-                chunks = most_held(script14.steps_of(kind, 0, P, M, v))
+                chunks = most_held(script14.actions_of(kind, 0, P, M, v))
                 is_exact = chunks / v == pytest.approx(P * (1 + (P - 1) / (P * v)))
                 assert is_exact == (v > 1 and M > P), (P, v, M)
 

@@ -39,7 +39,7 @@ WAIVED = {
     ("15_zero", "RUN"): "four kinds of sharding, each with bytes held and sent",
     ("", "MEASURE"): "a failure says its cause and its ranks, a run that raises is a "
     "column, a wrong flag is one line: asked for by readers, in every lesson",
-    ("05_3d_parallel", "NEW"): "the schedule is drawn in time where it is taught",
+    ("05_3d_parallel", "NEW"): "messages between stages, and one step on three axes",
     ("05_3d_parallel", "RUN"): "three axes have their flags, checks and formulas",
     ("05_3d_parallel", "file"): "both, and four lessons that it carries over",
 }

@@ -5,7 +5,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "chunk 0 first, with all micro-batches"),
     (1, {"(v - 1 - c, i)": "(c, i)"}, "all ranks wait"),
     (1, {"for c, i in order]": "for c, i in order[1:]]"}, "backward passes, expected"),
-    (2, {"has_weights = any(phase == \"weight\" for phase, _ in steps)":
+    (2, {"has_weights = any(phase == \"weight\" for phase, _ in actions)":
          "has_weights = True"}, "1f1b, rank 0 of 4, M 8: 680, expected 400"),
     (2, {"left = kept if has_weights else 0": "left = 0"},
      "zero-bubble, rank 1 of 4, M 8: 300, expected 370"),

@@ -138,10 +138,9 @@ def run_stage(full, args, stage: int) -> dict:
         schedules.add_meters(training, schedules.MeasuredPipeline)
         lesson.name_phases(training)
         name_update(training)
-        recompute(training.stage, args.recompute)
+        recompute(training.stage_module, args.recompute)
         with Unknown(shape):
-            training.gradients((tokens, tokens))
-            training.update()
+            training.train_step((tokens, tokens))
         events = training.pipeline.events
         saved = {e["bytes"] for e in events if e["what"] == "forward"}
         sent = {}
