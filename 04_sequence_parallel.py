@@ -792,6 +792,21 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
+class CopyToTP(torch.autograd.Function):
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return x.view_as(x)  # x unchanged, as a new node of autograd's graph
+
+    @staticmethod
+    def backward(ctx, partial_grad: Tensor):
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
+        # For each argument of forward: its gradient, and None for the group.
+        return all_reduce(partial_grad, ctx.tp_group), None
+
+
 def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     """This rank's slice of a parameter, which remembers how it was sharded.
 
@@ -810,21 +825,6 @@ def sharding_of(p: Tensor) -> tuple | None:
 
     (lesson 01)"""
     return getattr(p, "sharding", None)
-
-
-class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)  # a new tensor with the values of x, for autograd
-
-    @staticmethod
-    def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
-        # For each argument of forward: its gradient, and None for the group.
-        return all_reduce(partial_grad, ctx.tp_group), None
 
 
 class ColumnParallelLinear(nn.Module):
