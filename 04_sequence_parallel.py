@@ -2008,7 +2008,7 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
 def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     """One rank: flags, process group, lesson, verdict, exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it where it waits
-    with suppress(AttributeError, OSError):  # Linux: messages do not interrupt a rank
+    with suppress(AttributeError, OSError):  # Linux: a message stops no computing rank
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     try:
