@@ -396,7 +396,7 @@ def test_differences(looks):
     pairs = dict(zip(shown[1::2], shown[0::2]))
     edits = re.findall(
         r"^    mlp\.\w+ = .*|^ +(?:attn|layer|model)\.[\w.]+ = .*",
-        "".join(
+        "\n".join(
             jobs.PATHS[lesson]
             .read_text("utf-8")
             .partition(f"def {name}(")[2]
