@@ -175,7 +175,7 @@ def add_meters(training, pipeline: type[PipelineMeters]) -> None:
     """Let lesson 05's training run in a pipeline with meters."""
     training.actions = [(phase, (0, i)) for phase, i in training.actions]
     modules = [training.stage_module]
-    training.pipeline = pipeline(modules, training.loss, training.groups)
+    training.pipeline = pipeline(modules, training.loss_of_microbatch, training.groups)
 
 
 def expected_peak(actions: list[tuple], events: list[dict]) -> int:

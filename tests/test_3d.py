@@ -221,11 +221,17 @@ def test_letters_have_values(run):
         count = int(number(row["bytes"])) // size["e"]
         if "l" in row["formula"]:
             layers = math.ceil(size["L"] / size["P"])
-            assert f"l: {layers} layers, +1: embedding, head" in printed
+            ends = "embedding; " if size["P"] > 1 else "embedding or head; + 2: both; "
+            assert f"l: {layers} layers; + 1: {ends}" in printed
         if row["formula"] == "e·Ψ":
             assert f"Ψ: {count:,} parameters" in printed
         if row["formula"] == "e·ρ":
             assert f"ρ: {count:,} replicated" in printed
+    # No letter is explained that no row of rank 0 has.
+    formulas = " ".join(row["formula"] for row in rows_with(done.data, "formula"))
+    assert ("layers; + 1" in printed) == ("l" in formulas)
+    assert ("40: header" in printed) == ("40" in formulas)
+    assert (" replicated" in printed) == ("e·ρ" in formulas)
 
 
 @over([run for run in RUNS if "--ragged" in run])

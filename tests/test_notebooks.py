@@ -253,20 +253,33 @@ def test_who_is_missing(statuses, said):
 def test_numbers_of_a_run():
     """Rows are what was printed; a ledger has also the rows that were not."""
     rows = [{"section": 1, "run": "TP", "bytes": "1,024", "ok": "ok"}]
-    rows += [{"last stage also": "load", "collective": "all-reduce", "axis": "dp"}]
     texts = {
         "bytes: TP + SP forward all-gather tp": "1,024 bytes, the formula gives 1,024",
         "calls: TP + SP forward all-gather tp": "2.5 calls per step",
-        "bytes: mesh load all-reduce dp": "8 bytes",
         "bytes: ring, TP": "3 bytes",
     }
     checks = [{"name": name, "text": text} for name, text in texts.items()]
-    run = {"rows": rows, "checks": checks}
+    run = {"rows": rows, "checks": checks, "size": {}}
     found = [{"section": 1, "run": "TP", "bytes": 1024, "ok": "ok"}]
     assert ranks.table(run, "run", "bytes") == found
     call = ("TP + SP", "forward", "all-gather", "tp")
     assert ranks.ledger(run, "bytes") == {call: 1024}
     assert ranks.ledger(run, "calls") == {call: 2.5}
+
+
+@pytest.mark.parametrize("count", [
+    pytest.param(n, marks=pytest.mark.launches(MESH, n)) for n in (2, 4, 8)
+])  # fmt: skip
+def test_a_ledger_of_the_mesh_has_what_rank_0_sends(count):
+    """And nothing that only the last stage sends: per axis, what the run adds up."""
+    run = jobs.result(MESH, count).data
+    totals = ranks.table(run, "axis, all phases")
+    assert len(totals) == {2: 1, 4: 2, 8: 3}[count]
+    for kind, column in (("calls", "calls"), ("bytes", "payload")):
+        found = dict.fromkeys([row["axis, all phases"] for row in totals], 0)
+        for (*_, axis), counted in ranks.ledger(run, kind).items():
+            found[axis] += counted
+        assert found == {row["axis, all phases"]: row[column] for row in totals}
 
 
 def test_a_rank_that_died(cell, px):
