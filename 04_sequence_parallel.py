@@ -417,7 +417,7 @@ def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> Training
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
-    text = "all rows but the first: replicated, summed by TP + SP"
+    text = "all rows but the first: summed by TP + SP"
     report.section(f"Gradients of step 1: norms, relative diff; {text}")
     sharded = set()
     for run in runs.values():
