@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 62 to 264, in about 20 minutes. The rest of NEW is optional. Stop at RUN.
+# Read lines 62 to 270, in about 21 minutes. The rest of NEW is optional. Stop at RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). Two more operations of lesson 01:
@@ -70,19 +70,14 @@ from torch.utils.checkpoint import checkpoint
 # parameter that is replicated, sharding_of(p) is None. Replaced here:
 # Attention.project_qkv (f, then q, k and v) and `reduce` (g) of row-parallel modules.
 
-
-def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
-    """Pad the sequence at its end so that T divides it.
-
-    At the end, because then all other tokens keep their positions, and the causal mask
-    hides the padding from them. PAD (256) is no byte, and a target of IGNORE (−100)
-    adds nothing to the loss.
-    Shapes: [B, S] → [B, ⌈S/T⌉·T], for tokens and targets.
-    """
-    missing = -tokens_BS.shape[1] % ranks
-    tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
-    target_BS = F.pad(target_BS, (0, missing), value=IGNORE)
-    return tokens_BS, target_BS
+# One layer. A rank holds s = S/T positions in [B, s, D], and in between its heads or
+# columns of all positions (for k and v, d is K·H/T: K key/value heads of size H):
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, d]                              └→ q, k, v → attention → o_proj ─┐   d = D/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, f]                              └→ up_proj → GELU → down_proj ───┐   f = F/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
 
 
 # ---- After a row-parallel linear: g becomes a reduce-scatter
@@ -93,6 +88,9 @@ def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
 
 def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
     """Sum the ranks' partial outputs; each rank gets its slice of the positions.
+
+    Backward all-gathers: a rank's partial_y has all positions, and dL/dy of a position
+    is the gradient of every rank's partial_y there. So a rank needs all its slices.
 
     Shapes: y [B, S, D] {U_tp} → [B, s, D] Shard(1).
     Communication: one reduce-scatter of B·S·D elements forward, one all-gather of
@@ -187,15 +185,6 @@ class LinearWithInputComm(nn.Module):
 
 # ---- The model, edited
 
-# One layer. A rank holds s = S/T positions in [B, s, D], and in between its heads or
-# columns of all positions:
-#   [B, s, D]  x → LayerNorm → all-gather ─┐
-#   [B, S, d]                              └→ q, k, v → attention → o_proj ─┐   d = D/T
-#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
-#   [B, s, D]  x → LayerNorm → all-gather ─┐
-#   [B, S, f]                              └→ up_proj → GELU → down_proj ───┐   f = F/T
-#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
-
 
 def split_sequence(layer: DecoderLayer, tp_group, gather=gather_again) -> None:
     """Edit a layer of tp_transformer: around attention and MLP the sequence is split.
@@ -262,6 +251,23 @@ def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
         p.grad.copy_(grad.view_as(p))
 
 
+# ---- Lengths that T does not divide
+
+
+def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
+    """Pad the sequence at its end so that T divides it.
+
+    At the end, because then all other tokens keep their positions, and the causal mask
+    hides the padding from them. PAD (256) is no byte, and a target of IGNORE (−100)
+    adds nothing to the loss.
+    Shapes: [B, S] → [B, ⌈S/T⌉·T], for tokens and targets.
+    """
+    missing = -tokens_BS.shape[1] % ranks
+    tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
+    target_BS = F.pad(target_BS, (0, missing), value=IGNORE)
+    return tokens_BS, target_BS
+
+
 # ---- Optional: activation checkpointing
 
 
@@ -273,9 +279,9 @@ class Checkpointed(nn.Module):
     it discards everything but the layer's input (arXiv:2205.05198, sec. 5).
     checkpoint() restores the random state, so the second forward draws the same dropout
     masks. Collectives of the inner module also run again: none in CoreAttention; in a
-    layer two under TP, four under SP. (It stops when backward has all that it needs:
-    without dropout nothing after the last collective is needed, so that one is left
-    out.)
+    layer two under TP, four under SP. (The second forward stops as soon as backward has
+    all that it needs: without dropout nothing after the last collective is needed, so
+    that one is left out.)
     """
 
     def __init__(self, inner: nn.Module):
@@ -411,7 +417,8 @@ def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> Training
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
-    report.section("Gradients of step 1: norms; diff: the largest of any run, relative")
+    text = "all rows but the first: summed by TP + SP"
+    report.section(f"Gradients of step 1: norms, relative diff; {text}")
     sharded = set()
     for run in runs.values():
         for name, p in run.model.named_parameters():
@@ -427,7 +434,6 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> Non
 
     gradients = values_of(runs, "gradients")
     report.compare("gradients", gradients, ALLOWED[args.dtype], fold=row_of)
-    report.say("All rows but the first: replicated parameters, which TP + SP sums.")
 
 
 def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
@@ -535,13 +541,13 @@ def show_rounds(report: Report, args) -> None:
 
 # In one process, in bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1). X = B·S·D elements
 # of the layer's input, A = B·N·S·S attention weights, c bytes of a mean or of 1/σ.
-SAVED_BY_A_LAYER = {
-    # These are split by positions: SP divides them by T.
+SPLIT_BY_POSITIONS = {  # SP divides these by T
     "LayerNorms' inputs": "4·X",
     "their outputs": "4·X",  # inputs of q, k, v and of up_proj
-    "mean, 1/σ": "4·B·S·c",  # not in the paper
     "dropout masks": "2·X",  # of the two blocks' outputs
-    # These are split by heads or columns: TP divides them by T.
+    "mean, 1/σ": "4·B·S·c",  # not in the paper
+}
+SPLIT_BY_COLUMNS = {  # by heads or columns: TP divides these by T
     "q, k, v": "6·X",
     "input of o_proj": "2·X",
     "of GELU": "8·X",
@@ -550,6 +556,7 @@ SAVED_BY_A_LAYER = {
     "its mask": "A",
     "after dropout": "2·A",
 }
+SUMS_SAVED = "10·X + 4·B·S·c", "24·X + 5·A"  # of the two
 
 
 class LayerRun(NamedTuple):
@@ -607,13 +614,17 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
 
 
 def show_terms(report: Report, A: int, c: int) -> None:
-    """The terms of 34·X + 5·A + 4·B·S·c, by tensor, and their sum."""
+    """The terms of 34·X + 5·A + 4·B·S·c, by tensor, and the sum of each part."""
     size = report.size | {"A": A, "c": c}
-    terms = [f"{formula} ({name})" for name, formula in SAVED_BY_A_LAYER.items()]
-    total = evaluate(" + ".join(SAVED_BY_A_LAYER.values()), size)
+    parts = []
+    for part, total in zip((SPLIT_BY_POSITIONS, SPLIT_BY_COLUMNS), SUMS_SAVED):
+        terms = [f"{formula} ({name})" for name, formula in part.items()]
+        parts.append(f"{' + '.join(terms)} = {total}")
+    total = evaluate(" + ".join(SUMS_SAVED), size)
     report.say(
         f"In bfloat16, K = N. X = B·S·D = {size['X']:,}, A = B·N·S·S = {A:,} attention "
-        f"weights, c = {c} bytes. Saved: {' + '.join(terms)} = {total:,}"
+        f"weights, c = {c} bytes. Split by positions: {parts[0]}. By heads or columns: "
+        f"{parts[1]}. Together {total:,}"
     )
 
 
@@ -707,7 +718,9 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
                     gradients[name][f"{label}: dL/d {parameter}"] = gradient
         report.compare("lengths", losses, ALLOWED["float64"], brief=True)
         fold = lambda name: name.partition(":")[0]  # a row per length
-        report.compare("length gradients", gradients, ALLOWED["float64"], True, fold)
+        report.compare(
+            "length gradients", gradients, ALLOWED["float64"], brief=True, fold=fold
+        )
 
 
 # ==== CARRIED OVER from 00, unchanged
@@ -1463,7 +1476,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # of the full parameter; all later are spare
+        p.rows = full.config.vocab_size  # all later rows are spare; RUN removes them
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1479,6 +1492,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         spare_v = token_v >= vocab_size  # columns that are no token
         x_BSv = logits_BSv.masked_fill(spare_v, float("-inf"))  # exp(−∞) = 0
         x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
+        # The max has no gradient: whatever number is subtracted, the loss is the same.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
         exp_BSv = x_BSv.exp()

@@ -112,11 +112,16 @@ def test_terms_of_what_a_layer_saves(T):
     """They add up to the formulas that the table prints, of each run."""
     lesson = jobs.load(SEQUENCE)
     size = dict(B=3, S=8, X=3 * 8 * 16, A=3 * 4 * 8 * 8, c=2)
-    terms = list(lesson.SAVED_BY_A_LAYER)
+    parts = lesson.SPLIT_BY_POSITIONS, lesson.SPLIT_BY_COLUMNS
+    for part, total in zip(parts, lesson.SUMS_SAVED, strict=True):
+        of_terms = [lesson.evaluate(formula, size) for formula in part.values()]
+        assert sum(of_terms) == lesson.evaluate(total, size)
     scores = ["softmax", "its mask", "after dropout"]
     by_heads = ["q, k, v", "input of o_proj", "of GELU", "of down_proj", *scores]
-    by_positions = ["LayerNorms' inputs", "their outputs", "mean, 1/σ", "dropout masks"]
-    assert terms == by_positions + by_heads, "in the order that the comments state"
+    by_positions = ["LayerNorms' inputs", "their outputs", "dropout masks", "mean, 1/σ"]
+    assert [list(part) for part in parts] == [by_positions, by_heads]
+    saved_by = parts[0] | parts[1]
+    terms = list(saved_by)
     without_scores = [name for name in terms if name not in scores]
     gathered = [name for name in terms if name != "their outputs"]
     runs = {  # which terms are saved, which of them T divides
@@ -131,7 +136,7 @@ def test_terms_of_what_a_layer_saves(T):
     for run, (saved, divided) in runs.items():
         expected = 0
         for name in saved:
-            nbytes = lesson.evaluate(lesson.SAVED_BY_A_LAYER[name], size)
+            nbytes = lesson.evaluate(saved_by[name], size)
             expected += nbytes / T if name in divided else nbytes
         formula = lesson.LAYER_RUNS[run].saved
         assert lesson.evaluate(formula, dict(size, T=T)) == expected, run
