@@ -117,9 +117,11 @@ def test_what_it_is_about_is_printed():
         ring["gathered", "50,257"] == f"{4 * 32 * 25129 * 4:,}"
     )  # half of the payload
     assert ring["sharded", "50,257"] == ring["sharded", "257"] == f"{3 * 4 * 32 * 4:,}"
-    assert "Sharded saves softmax; per position a column (8 bytes), 2" in run.out
+    saved = {row["loss"]: row["saved ="] for row in rows}
+    assert saved["sharded"] == "B·S·(v·e + 10) + v + 8"  # the terms of this sentence
+    assert "v·e, V·e: softmax. + 10: a column (8), 2 masks. + v: a mask." in run.out
     payload, logits = 3 * 4 * 32 * 4, 4 * 32 * 257 * 4
-    assert f" sends {payload:,} bytes; the logits are {logits:,}." in run.out
+    assert f" sends {payload:,} bytes; all logits are {logits:,}." in run.out
 
 
 # Edits, as a student makes them.
