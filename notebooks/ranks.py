@@ -128,13 +128,11 @@ def ledger(run: dict, kind: str) -> dict[tuple, int]:
     calls that rank 0 does not make, only the last stage, are left out.
     """
     others = []
-    if run["size"].get("P", 1) > 1:
-        others.append(
-            ("load", "all-reduce")
-        )  # count_targets: a row that is not printed
+    if run["size"].get("P", 1) > 1:  # count_targets, a row that is not printed
+        others.append(("load", "all-reduce"))
     for row in run["rows"]:
-        if "last stage, not rank 0" in row:
-            others.append((row["last stage, not rank 0"], row["collective"]))
+        if "on the last stage" in row:
+            others.append((row["on the last stage"], row["collective"]))
     found = {}
     for check in run["checks"]:
         words = check["name"].split()

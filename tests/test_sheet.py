@@ -53,7 +53,7 @@ def test_what_is_sent_is_what_a_run_counts(split, lesson, ranks, run, compared):
         phases = ("summing", "sums") if row.phase == "once" else (row.phase,)
         for measured in rows_of(lesson, ranks, "calls"):
             collective = measured.get("collective")
-            phase = measured.get("phase", measured.get("last stage, not rank 0"))
+            phase = measured.get("phase", measured.get("on the last stage"))
             axis = measured.get("axis", AXIS.get(split))
             if (row.split, row.collective) != (split, collective):
                 continue
