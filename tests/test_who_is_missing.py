@@ -188,10 +188,11 @@ def test_what_a_batch_sends_may_differ():
 
 
 def test_a_difference_in_the_last_bits_is_called_so():
-    check = {"name": "values: y", "text": "", "allowed": 0.0, "is_formula": False}
+    check = {"kind": "values", "name": "values: y", "text": "", "allowed": 0.0}
+    check["is_formula"] = False
     said = "only last bits differ: a sum in another order?"
     bits = check | {"diff": 4e-8}
-    formula = {"name": "bytes: y", "text": "", "is_formula": True}
+    formula = {"kind": "bytes", "name": "bytes: y", "text": "", "is_formula": True}
     assert said in doctor.conclusions([bits, formula], {})
     # The replicas of a weight whose gradient is partial: some differ by 1e-7 only.
     assert said not in doctor.conclusions([bits, bits | {"diff": 0.2}], {})
