@@ -81,23 +81,20 @@ class Done(NamedTuple):
 
 
 class Nursery:
-    """A process that starts ranks, or notebooks, by forking (nursery.py): one job at a
-    time.
+    """A process that starts ranks by forking (nursery.py): one job at a time.
 
     Most of what a launch costs is importing torch, once a rank; here it is done once.
     """
 
-    idle = {"ranks": [], "notebooks": []}  # those that no job is using
+    idle = []  # those that no job is using
 
-    def __init__(self, kind: str):
+    def __init__(self):
         self.mark = uuid.uuid4().hex
-        command = [sys.executable, str(ROOT / "tests" / "nursery.py"), kind]
-        env = CLEAN_ENV | {MARK: self.mark}
-        if kind == "notebooks":  # matplotlib reads it once, and a kernel would set it
-            env["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+        script = ROOT / "tests" / "nursery.py"
         self.process = RUNNING[self.mark] = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            encoding="utf-8", stderr=subprocess.DEVNULL,
+            [sys.executable, str(script)], cwd=ROOT, env=CLEAN_ENV | {MARK: self.mark},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
+            stderr=subprocess.DEVNULL,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
         self.own = processes(self.mark)
@@ -123,28 +120,22 @@ class Nursery:
 
 def launch(script, ranks: int, *flags, limit=600, **env) -> Done:
     """As `torchrun` below, but with ranks from a nursery."""
-    job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)]}
-    what = f"{ranks} ranks: {' '.join([Path(script).name, *job['flags']])}"
-    return in_nursery("ranks", job | {"env": env}, limit, what)
-
-
-def in_nursery(kind: str, job: dict, limit: float, what: str) -> Done:
-    """Run a job in a nursery of this kind."""
-    nursery = Nursery.idle[kind].pop() if Nursery.idle[kind] else Nursery(kind)
+    nursery = Nursery.idle.pop() if Nursery.idle else Nursery()
     with tempfile.TemporaryDirectory() as folder:
+        job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)]}
         start, before = time.time(), nursery.seconds()
-        code, report = nursery.run(job | {"folder": folder}, limit)
+        code, report = nursery.run(job | {"env": env, "folder": folder}, limit)
         ended = time.time()
         left = still_running(nursery.mark, nursery.own) if code != -9 else []
         out, err = (printed(Path(folder), name) for name in ("stdout", "stderr"))
     if COSTS:
-        seconds = f"{nursery.seconds() - before:7.1f} {ended - start:7.1f}"
+        line = f"{nursery.seconds() - before:7.1f} {ended - start:7.1f}  {ranks} ranks:"
         with open(COSTS, "a") as file:
-            print(f"{seconds}  {what}", file=file)
+            print(line, Path(script).name, *flags, file=file)
     if left or code == -9:
         end(nursery.mark)
     else:
-        Nursery.idle[kind].append(nursery)
+        Nursery.idle.append(nursery)
     return Done(code, out, err + report, ended - start, ended, left, {})
 
 
@@ -349,14 +340,13 @@ def run_notebook(name: str, ranks: int) -> Done:
     """Its cells, with so many live ranks; outputs are compared with those committed.
     What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun);
     data has which lessons did."""
-    arguments = [*NBVAL.split(), f"notebooks/{name}"]
+    kernel = ["nice", sys.executable, "tests/kernel.py"]  # what tests open comes first
+    command = [*kernel, *NBVAL.split(), f"notebooks/{name}"]
     env = {"NOTEBOOK_BIN": str(ROOT / "tests" / "bin"), "NOTEBOOK_RANKS": str(ranks)}
     launched = []
     with Listener() as listener:
         threading.Thread(target=answer, args=[listener, launched], daemon=True).start()
-        job = {"notebook": arguments}
-        job["env"] = env | {"COURSE_TEST_LISTENER": listener.address}
-        done = in_nursery("notebooks", job, 1400, name)
+        done = watch(command, 1400, env | {"COURSE_TEST_LISTENER": listener.address})
     return done._replace(data={"launched": launched})
 
 

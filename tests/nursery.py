@@ -2,8 +2,7 @@
 
 jobs.py runs this. A line of JSON on stdin is a job, a line on stdout says how it ended.
 Agent, rendezvous, error files and restarts are torchrun's; what ranks print goes to
-files in the job's folder. `nursery.py notebooks` executes notebooks instead: the kernel
-and the server that its live ranks are forked from are forked, too (kernel.py).
+files in the job's folder.
 """
 
 import gc
@@ -22,14 +21,6 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.utils.flop_counter",
-]
-OF_NOTEBOOKS = [
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo",  # every optimizer does
-    "matplotlib.pyplot",
-    "ipykernel.kernelapp",
-    "ipyparallel.engine.app",
-    "ipyparallel.controller.app",
 ]
 
 
@@ -61,29 +52,6 @@ def rank_of_the_audit(path: str, env: dict[str, str], log: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def notebook(arguments: list[str], env: dict[str, str], folder: str) -> None:
-    """`python tests/kernel.py ARGUMENTS`, with a kernel that is forked here, before
-    this process has threads."""
-    import kernel
-
-    os.environ.update(env)
-    for number, name in enumerate(("stdout.log", "stderr.log"), 1):
-        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
-    gc.freeze()
-    kernel.fork_ahead()
-    sys.argv = ["kernel.py", *arguments]
-    kernel.main()
-
-
-def execute(job: dict) -> tuple[int, str]:
-    """The exit code of one notebook."""
-    start = multiprocessing.get_context("forkserver").Process
-    process = start(target=notebook, args=(job["notebook"], job["env"], job["folder"]))
-    process.start()
-    process.join()
-    return process.exitcode, ""
-
-
 def run(job: dict) -> tuple[int, str]:
     """The job's exit code, and torchrun's closing report if it is not 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -113,16 +81,11 @@ def run(job: dict) -> tuple[int, str]:
 if __name__ == "__main__":
     os.nice(10)  # what waits for ranks comes first: the tests, and the browser
     logging.disable()  # else torch's log imports torch._dynamo to show an exception
-    for_notebooks = sys.argv[1:] == ["notebooks"]
-    preload = OF_NOTEBOOKS if for_notebooks else PRELOAD
-    multiprocessing.set_forkserver_preload(preload)
+    multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
     resource_tracker.ensure_running()
-    do = execute
-    if not for_notebooks:
-        import torch  # noqa: F401  while the fork server does, too
+    import torch  # noqa: F401  while the fork server does, too
 
-        do = run
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(do(json.loads(line))), flush=True)
+        print(json.dumps(run(json.loads(line))), flush=True)
